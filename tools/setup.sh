@@ -18,10 +18,10 @@ find_python() {
 }
 
 # Byte code is written when a module is first imported: compiling everything here is slower.
-install() { .venv/bin/python -m pip install --quiet --no-compile "$@"; }
+install() { .venv/bin/python -m pip install -qq --no-compile "$@"; }
 
-[ -x .venv/bin/python ] || "$(find_python)" -m venv .venv
-echo "Installing the pinned packages into .venv (about two minutes the first time)"
+.venv/bin/python -m pip --version >/dev/null 2>&1 || "$(find_python)" -m venv --clear .venv
+echo "Installing the pinned packages into .venv (one to three minutes the first time)"
 if ! install --no-deps -r requirements/ci-torch.txt 2>/dev/null; then
     echo "torch 2.13.0+cpu is not on offer here: installing the ordinary torch 2.13.0"
     install -c requirements/ci-hosts.txt "torch==2.13.0"
