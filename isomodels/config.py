@@ -1,0 +1,173 @@
+"""Strict reading of config.json: what a config does not say is an error, never a default.
+
+transformers fills absent fields silently (an absent rope theta becomes 10000). Here each
+architecture states the fields it implements as a pydantic model; a field that is missing, unknown,
+or set to a value whose meaning is not implemented is a `ConfigError` that names it.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from isomodels.errors import ConfigError
+from isomodels.registry import ArchSpec, get_spec, load_object
+
+# They name files, tokens or training settings: none reaches the arithmetic of a forward.
+_WITHOUT_ARITHMETIC = frozenset(
+    {
+        "_name_or_path",
+        "auto_map",
+        "bos_token_id",
+        "eos_token_id",
+        "initializer_range",
+        "max_window_layers",
+        "pad_token_id",
+        "transformers_version",
+        "use_cache",
+    }
+)
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class DenseConfig(BaseModel):
+    """Fields that every dense decoder of the Qwen line states; sizes are counts of elements."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
+
+    architectures: list[str]
+    model_type: str
+    vocab_size: int = Field(gt=0)
+    hidden_size: int = Field(gt=0)
+    intermediate_size: int = Field(gt=0)
+    num_hidden_layers: int = Field(gt=0)
+    num_attention_heads: int = Field(gt=0)
+    num_key_value_heads: int = Field(gt=0)
+    head_dim: int = Field(gt=0, multiple_of=2)
+    rms_norm_eps: float = Field(gt=0)
+    rope_theta: float = Field(gt=0)
+    max_position_embeddings: int = Field(gt=0)
+    tie_word_embeddings: bool
+    dtype: Literal["float32", "bfloat16"]
+
+    hidden_act: Literal["silu"]
+    attention_dropout: Literal[0.0, 0] = 0.0
+    use_sliding_window: Literal[False] = False
+    layer_types: list[Literal["full_attention"]] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _normalise(cls, raw: Any) -> Any:
+        fields = {k: v for k, v in dict(raw).items() if k not in _WITHOUT_ARITHMETIC}
+        _take_rope(fields)
+        if "torch_dtype" in fields:
+            fields.setdefault("dtype", fields["torch_dtype"])
+            if fields["dtype"] != fields.pop("torch_dtype"):
+                raise ValueError("dtype and torch_dtype differ")
+        window = fields.pop("sliding_window", None)
+        if window is not None and fields.get("use_sliding_window") is not False:
+            raise ValueError("sliding_window is not implemented")
+        if fields.get("layer_types", 0) is None:
+            del fields["layer_types"]
+        return fields
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError("num_attention_heads is no multiple of num_key_value_heads")
+        if self.layer_types is not None and len(self.layer_types) != self.num_hidden_layers:
+            raise ValueError("layer_types has not num_hidden_layers entries")
+        return self
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """Dtype of the checkpoint's tensors."""
+        return DTYPES[self.dtype]
+
+
+def _take_rope(fields: dict[str, Any]) -> None:
+    """Bring rope_parameters (transformers 5) and rope_theta, rope_scaling (4) to `rope_theta`."""
+    scaling = fields.pop("rope_scaling", None)
+    parameters = fields.pop("rope_parameters", None)
+    for source in (scaling, parameters):
+        if source is None:
+            continue
+        if not isinstance(source, dict):
+            raise ValueError("rope_parameters is no object")
+        source = dict(source)
+        rope_type = source.pop("rope_type", source.pop("type", "default"))
+        if rope_type != "default":
+            raise ValueError(f"rope_type {rope_type!r} is not implemented")
+        theta = source.pop("rope_theta", None)
+        if source:
+            raise ValueError(f"rope field {sorted(source)[0]!r} is not implemented")
+        if theta is not None and fields.setdefault("rope_theta", theta) != theta:
+            raise ValueError("rope_theta and rope_parameters differ")
+    if fields.get("rope_theta") is None:
+        raise ValueError("rope_theta is missing (transformers would take 10000 silently)")
+
+
+def load_config_dict(path: Path) -> dict[str, Any]:
+    """The raw config.json of a checkpoint folder.
+
+    Raises:
+        ConfigError: if it is absent or is no JSON object.
+    """
+    file = path / "config.json"
+    try:
+        raw = json.loads(file.read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"{path} has no config.json") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}") from None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{file} is no JSON object")
+    return raw
+
+
+def read_config(source: Path | str | Mapping[str, Any]) -> tuple[ArchSpec, Any]:
+    """Read and check a config.
+
+    Args:
+        source: a checkpoint folder, or the content of its config.json.
+
+    Returns:
+        (the architecture's spec, its config object).
+
+    Raises:
+        ConfigError: naming each field that is missing, unknown or not implemented.
+        UnsupportedError: for an architecture that isomodels does not have.
+    """
+    raw = dict(source) if isinstance(source, Mapping) else load_config_dict(Path(source))
+    names = raw.get("architectures")
+    if not isinstance(names, list) or len(names) != 1:
+        raise ConfigError(f"config.json: architectures must name one class, got {names!r}")
+    spec = get_spec(names[0])
+    if raw.get("model_type") != spec.model_type:
+        raise ConfigError(
+            f"config.json: model_type is {raw.get('model_type')!r}, "
+            f"{spec.architecture} has {spec.model_type!r}"
+        )
+    try:
+        return spec, load_object(spec.config)(**raw)
+    except ValidationError as error:
+        raise ConfigError(f"config.json of {spec.architecture}: {_explain(error)}") from None
+
+
+def _explain(error: ValidationError) -> str:
+    parts = []
+    for item in error.errors():
+        field = ".".join(str(part) for part in item["loc"])
+        match item["type"]:
+            case "missing":
+                parts.append(f"{field} is missing")
+            case "extra_forbidden":
+                parts.append(f"{field} is unknown, its meaning is not implemented")
+            case "value_error":
+                parts.append(item["msg"].removeprefix("Value error, "))
+            case _:
+                parts.append(f"{field} = {item['input']!r} is not supported ({item['msg']})")
+    return "; ".join(parts)

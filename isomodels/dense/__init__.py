@@ -1,0 +1,1 @@
+"""Dense decoders: one package an architecture."""

@@ -1,0 +1,12 @@
+"""MiMo."""
+
+from isomodels.registry import ArchSpec
+
+SPEC = ArchSpec(
+    architecture="MiMoForCausalLM",
+    family="dense",
+    model_type="mimo",
+    config="isomodels.dense.mimo.config:MiMoConfig",
+    model="isomodels.dense.mimo.model:MiMoForCausalLM",
+    weights="isomodels.dense.mimo.weights:rules",
+)

@@ -1,0 +1,23 @@
+"""Qwen3 dense: grouped-query attention with qk-norm, SwiGLU, tied or untied head.
+
+Architecture: "Qwen3 Technical Report" (2025), and transformers' `modeling_qwen3.py`.
+"""
+
+import torch
+
+from isomodels.dense.qwen3.config import Qwen3Config
+from isomodels.layers.decoder import CausalLM
+
+
+class Qwen3ForCausalLM(CausalLM):
+    """The module that both hosts run."""
+
+    def __init__(
+        self,
+        config: Qwen3Config,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | None = None,
+        carry_mtp: bool = False,
+    ):
+        super().__init__(config, qkv_bias=False, qk_norm=True, dtype=dtype, device=device)

@@ -1,0 +1,21 @@
+"""Errors whose message is written for the person who caused them."""
+
+
+class IsoError(Exception):
+    """Base of all: one or two lines that name the thing and the remedy. The command exits with 2."""
+
+
+class ConfigError(IsoError):
+    """A config.json that cannot be read, or that asks for what is not implemented."""
+
+
+class CheckpointError(IsoError):
+    """Weights that are missing, left over, damaged, or of the wrong shape or dtype."""
+
+
+class UnsupportedError(IsoError):
+    """A model, option or device that isomodels cannot run with equal bits."""
+
+
+class HostError(IsoError):
+    """vLLM or Megatron is missing, or is a version that was not checked."""

@@ -1,0 +1,1 @@
+"""Linear-attention hybrids: one package an architecture. None yet."""

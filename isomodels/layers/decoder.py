@@ -1,0 +1,152 @@
+"""The pre-norm decoder that the dense architectures share, and its causal language model."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from isomodels.batch import Batch
+from isomodels.config import DenseConfig
+from isomodels.layers.attention import SelfAttention
+from isomodels.layers.linear import Embedding, LMHead
+from isomodels.layers.mlp import MLP
+from isomodels.layers.norm import RMSNorm
+
+RunLayer = Callable[..., tuple[Tensor, Tensor]]
+
+
+class DecoderLayer(nn.Module):
+    """norm, attention, norm, MLP; each norm first adds what came before to the residual."""
+
+    def __init__(
+        self,
+        config: DenseConfig,
+        layer_index: int,
+        *,
+        qkv_bias: bool,
+        qk_norm: bool,
+        dtype: torch.dtype,
+        device: torch.device | None = None,
+    ):
+        super().__init__()
+        placed: dict[str, Any] = {"dtype": dtype, "device": device}
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = RMSNorm(hidden, eps, **placed)
+        self.self_attn = SelfAttention(
+            config, layer_index, qkv_bias=qkv_bias, qk_norm=qk_norm, **placed
+        )
+        self.post_attention_layernorm = RMSNorm(hidden, eps, **placed)
+        self.mlp = MLP(hidden, config.intermediate_size, **placed)
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, positions: Tensor, batch: Batch
+    ) -> tuple[Tensor, Tensor]:
+        """x and residual [T, H] -> (output not yet added [T, H], residual stream [T, H])."""
+        x, residual = self.input_layernorm(x, residual)
+        x = self.self_attn(x, positions, batch)
+        x, residual = self.post_attention_layernorm(x, residual)
+        return self.mlp(x), residual
+
+
+class Decoder(nn.Module):
+    """Embedding, layers, final norm."""
+
+    def __init__(
+        self,
+        config: DenseConfig,
+        *,
+        qkv_bias: bool,
+        qk_norm: bool,
+        dtype: torch.dtype,
+        device: torch.device | None = None,
+    ):
+        super().__init__()
+        placed: dict[str, Any] = {"dtype": dtype, "device": device}
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, **placed)
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, i, qkv_bias=qkv_bias, qk_norm=qk_norm, **placed)
+            for i in range(config.num_hidden_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, **placed)
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, batch: Batch, run_layer: RunLayer
+    ) -> Tensor:
+        """input_ids and positions [T] int64 -> hidden [T, H]."""
+        x, residual = self.embed_tokens(input_ids), None
+        for layer in self.layers:
+            x, residual = run_layer(layer, x, residual, positions, batch)
+        return self.norm(x, residual)[0]
+
+
+def call_layer(layer: nn.Module, *args: Any) -> tuple[Tensor, Tensor]:
+    """The default `run_layer`."""
+    return layer(*args)
+
+
+class CausalLM(nn.Module):
+    """A decoder with its head: what a host runs.
+
+    The host supplies the parameters' values and, in `batch`, where past K and V lie. It adds no
+    arithmetic.
+    """
+
+    def __init__(
+        self,
+        config: DenseConfig,
+        *,
+        qkv_bias: bool,
+        qk_norm: bool,
+        dtype: torch.dtype,
+        device: torch.device | None = None,
+    ):
+        super().__init__()
+        placed: dict[str, Any] = {"dtype": dtype, "device": device}
+        self.config = config
+        self.model = Decoder(config, qkv_bias=qkv_bias, qk_norm=qk_norm, **placed)
+        self.lm_head = LMHead(
+            config.hidden_size, config.vocab_size, tied=config.tie_word_embeddings, **placed
+        )
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        batch: Batch,
+        *,
+        run_layer: RunLayer = call_layer,
+    ) -> Tensor:
+        """Run the decoder.
+
+        Args:
+            input_ids: [T] int64.
+            positions: [T] int64, each token's position in its sequence.
+            batch: sequence bounds and pages.
+            run_layer: called as run_layer(layer, *args) for each layer; a trainer wraps layers
+                here for activation checkpointing.
+
+        Returns:
+            Hidden states after the final norm, [T, H].
+        """
+        return self.model(input_ids, positions, batch, run_layer)
+
+    @property
+    def head_weight(self) -> Tensor:
+        """[V, H]; the embedding's own parameter where the two are tied."""
+        weight = self.lm_head.weight
+        return self.model.embed_tokens.weight if weight is None else weight
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[T, H] -> [T, V] fp32."""
+        return self.lm_head(hidden, self.head_weight)
+
+    def logprobs(self, hidden: Tensor, temperature: float = 1.0) -> Tensor:
+        """Log-softmax of logits / temperature: [T, H] -> [T, V] fp32."""
+        return self.lm_head.logprobs(hidden, self.head_weight, temperature)
+
+    def token_logprobs(
+        self, hidden: Tensor, targets: Tensor, temperature: float = 1.0
+    ) -> Tensor:
+        """[T, H], targets [T] int64 -> [T] fp32, the bits of `logprobs` at the targets."""
+        return self.lm_head.token_logprobs(hidden, self.head_weight, targets, temperature)

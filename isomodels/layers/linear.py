@@ -1,0 +1,105 @@
+"""Linear layers, embedding and head: parameters around one operation each."""
+
+import torch
+from torch import Tensor, nn
+
+from isomodels.kernels.embedding import embedding
+from isomodels.kernels.linear import linear
+from isomodels.kernels.logprob import lm_head, log_normalize, token_logprobs
+from isomodels.kernels.row_linear import row_linear
+
+
+def parameter(*shape: int, dtype: torch.dtype, device: torch.device | None) -> nn.Parameter:
+    """An uninitialised parameter; a checkpoint or a host's initialiser fills it."""
+    return nn.Parameter(torch.empty(*shape, dtype=dtype, device=device))
+
+
+class Linear(nn.Module):
+    """x [T, K] -> [T, N]; weight [N, K]. Each column stands alone, so N may be sharded."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = False,
+        dtype: torch.dtype,
+        device: torch.device | None = None,
+    ):
+        super().__init__()
+        self.weight = parameter(out_features, in_features, dtype=dtype, device=device)
+        self.bias = parameter(out_features, dtype=dtype, device=device) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, K] -> [T, N]."""
+        return linear(x, self.weight, self.bias)
+
+
+class RowLinear(nn.Module):
+    """x [T, K] -> [T, N]; K is summed by a fixed tree of leaves, so K may be sharded."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | None = None,
+    ):
+        super().__init__()
+        self.weight = parameter(out_features, in_features, dtype=dtype, device=device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, K] -> [T, N]."""
+        return row_linear(x, self.weight)
+
+
+class Embedding(nn.Module):
+    """ids [T] -> rows [T, H] of a table [V, H]."""
+
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | None = None,
+    ):
+        super().__init__()
+        self.weight = parameter(vocab_size, hidden_size, dtype=dtype, device=device)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """[T] int64 -> [T, H]."""
+        return embedding(input_ids, self.weight)
+
+
+class LMHead(nn.Module):
+    """Hidden states to logits and logprobs; the weight [V, H] may be the embedding's own."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        vocab_size: int,
+        *,
+        tied: bool,
+        dtype: torch.dtype,
+        device: torch.device | None = None,
+    ):
+        super().__init__()
+        self.weight = (
+            None if tied else parameter(vocab_size, hidden_size, dtype=dtype, device=device)
+        )
+
+    def forward(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """[T, H] -> logits [T, V] fp32."""
+        return lm_head(hidden, weight)
+
+    def logprobs(self, hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
+        """[T, H] -> normalised logprobs [T, V] fp32 of logits / temperature."""
+        return log_normalize(self(hidden, weight), temperature)
+
+    def token_logprobs(
+        self, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float
+    ) -> Tensor:
+        """[T, H], targets [T] int64 -> [T] fp32, the bits of `logprobs` at the targets."""
+        return token_logprobs(hidden, weight, targets, temperature)[0]

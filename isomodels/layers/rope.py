@@ -1,0 +1,35 @@
+"""Rotary positions with optional qk-norm, as a module."""
+
+import torch
+from torch import Tensor, nn
+
+from isomodels.kernels.rope import rope, rope_table
+from isomodels.layers.linear import parameter
+
+
+class Rope(nn.Module):
+    """Rotates heads by position; holds the qk-norm weight where the architecture has one.
+
+    The module is named after that norm (`q_norm`, `k_norm`), the name its weight has in HF files.
+    """
+
+    def __init__(
+        self,
+        head_dim: int,
+        theta: float,
+        max_positions: int,
+        *,
+        norm_eps: float | None,
+        dtype: torch.dtype,
+        device: torch.device | None = None,
+    ):
+        super().__init__()
+        self.table_key = (head_dim, theta, max_positions)
+        self.weight = (
+            None if norm_eps is None else parameter(head_dim, dtype=dtype, device=device)
+        )
+        self.eps = norm_eps or 0.0
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        """x [T, heads, D], positions [T] int64 -> [T, heads, D]."""
+        return rope(x, positions, rope_table(*self.table_key), self.weight, self.eps)

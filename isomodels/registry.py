@@ -1,0 +1,68 @@
+"""Which architectures exist: HF architecture name -> where its config, model and rules are.
+
+Found by folder: every package below `dense`, `moe` and `hybrid` states a `SPEC`. Only strings live
+here, so that hosts may ask without importing torch.
+"""
+
+import importlib
+import pkgutil
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from isomodels.errors import UnsupportedError
+
+FAMILIES = ("dense", "moe", "hybrid")
+
+
+@dataclass(frozen=True)
+class ArchSpec:
+    """One architecture; the last three are "module:name" strings for `load_object`.
+
+    Attributes:
+        architecture: HF class name, as in the `architectures` of config.json.
+        family: "dense", "moe" or "hybrid".
+        model_type: HF model type.
+        config: strict config class.
+        model: the PyTorch module.
+        weights: function config -> conversion rules.
+    """
+
+    architecture: str
+    family: str
+    model_type: str
+    config: str
+    model: str
+    weights: str
+
+
+@cache
+def architectures() -> dict[str, ArchSpec]:
+    """All supported architectures by HF class name."""
+    found = {}
+    for family in FAMILIES:
+        package = importlib.import_module(f"isomodels.{family}")
+        for module in pkgutil.iter_modules(package.__path__):
+            spec = importlib.import_module(f"isomodels.{family}.{module.name}").SPEC
+            found[spec.architecture] = spec
+    return found
+
+
+def get_spec(architecture: str) -> ArchSpec:
+    """The spec of an HF architecture name.
+
+    Raises:
+        UnsupportedError: naming the architectures that exist.
+    """
+    known = architectures()
+    if architecture not in known:
+        raise UnsupportedError(
+            f"unknown architecture {architecture!r}; isomodels has {', '.join(sorted(known))}"
+        )
+    return known[architecture]
+
+
+def load_object(reference: str) -> Any:
+    """Import "module:name"."""
+    module, name = reference.split(":")
+    return getattr(importlib.import_module(module), name)

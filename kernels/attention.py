@@ -1,0 +1,269 @@
+"""Causal attention over packed sequences (`isomodels::attention`) and over a paged cache
+(`isomodels::paged_attention`), with one definition for both.
+
+For a query row at position p of its sequence, keys are walked in blocks of `KV_BLOCK` from
+position 0: scores in fp32, the exact row maximum, exponentials, block sums by halving, blocks added
+in ascending order. A row never sees which other rows share its tile, how its sequence was cut into
+steps, or where its keys lie. Values are assumed finite.
+
+Mathematics: Vaswani et al. (2017); grouped heads, Ainslie et al. (2023).
+"""
+
+import torch
+from torch import Tensor
+
+from isomodels.kernels.fixed_order import TILE_COLUMNS, TILE_ROWS, fold_sum, one_thread, round_up
+from isomodels.kernels.schedule import Schedule, declare
+
+KV_BLOCK = TILE_COLUMNS
+_TILES_AT_ONCE = 64  # tuning: bounds memory, cannot move a bit
+
+_CONSTANTS: dict[str, int | str] = {
+    "accumulate": "float32",
+    "kv_block": KV_BLOCK,
+    "softmax": "row maximum first, then exponentials",
+    "block_sum": "halving",
+    "block_order": "ascending from +0",
+    "query_rows": TILE_ROWS,
+}
+SCHEDULE = declare(Schedule("attention", "torch", 1, _CONSTANTS))
+PAGED_SCHEDULE = declare(Schedule("paged_attention", "torch", 1, _CONSTANTS))
+WRITE_SCHEDULE = declare(Schedule("write_kv_cache", "torch", 1))
+
+
+@torch.library.custom_op("isomodels::attention", mutates_args=(), device_types="cpu")
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Causal attention of whole sequences, packed along the token axis.
+
+    Args:
+        q: [T, num_heads, head_dim], float32 or bfloat16.
+        k, v: [T, num_kv_heads, head_dim], dtype of `q`.
+        cu_seqlens: [num_seqs + 1] int32; sequence i holds tokens cu_seqlens[i] to cu_seqlens[i+1].
+        scale: factor of the scores.
+
+    Returns:
+        (output [T, num_heads, head_dim] in the dtype of `q`,
+        log-sum-exp of the scores [T, num_heads] fp32).
+    """
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    lse = torch.empty(q.shape[:2], dtype=torch.float32)
+    bounds = cu_seqlens.tolist()
+    with one_thread():
+        for start, end in zip(bounds[:-1], bounds[1:], strict=True):
+            if end > start:
+                rows = slice(start, end)
+                out[rows], lse[rows] = _attend(q[rows], k[rows], v[rows], scale)
+    return out, lse
+
+
+@torch.library.custom_op("isomodels::paged_attention", mutates_args=(), device_types="cpu")
+def paged_attention(
+    q: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    cu_seqlens_q: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+) -> Tensor:
+    """Causal attention of the newest tokens of each sequence over its cached keys and values.
+
+    Args:
+        q: [T, num_heads, head_dim], float32 or bfloat16.
+        kv_cache: [num_blocks, num_kv_heads, block_size, 2 * head_dim], K then V, any strides;
+            holds the new tokens too. Slots past a sequence's length are never read.
+        block_table: [num_seqs, max_blocks] int32.
+        cu_seqlens_q: [num_seqs + 1] int32 bounds of the new tokens in the token axis.
+        seq_lens: [num_seqs] int32 lengths including the new tokens.
+        scale: factor of the scores.
+
+    Returns:
+        [T, num_heads, head_dim] in the dtype of `q`.
+    """
+    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    block_size, head_dim = kv_cache.shape[2], q.shape[2]
+    bounds = cu_seqlens_q.tolist()
+    with one_thread():
+        for i, length in enumerate(seq_lens.tolist()):
+            rows = slice(bounds[i], bounds[i + 1])
+            if rows.stop == rows.start:
+                continue
+            blocks = block_table[i, : round_up(length, block_size) // block_size].long()
+            # [blocks, kv_heads, block_size, 2D] -> [length, kv_heads, 2D]
+            pages = kv_cache[blocks].transpose(1, 2).flatten(0, 1)[:length]
+            k, v = pages[..., :head_dim], pages[..., head_dim:]
+            out[rows], _ = _attend(q[rows], k, v, scale)
+    return out
+
+
+@torch.library.custom_op(
+    "isomodels::write_kv_cache", mutates_args=("kv_cache",), device_types="cpu"
+)
+def write_kv_cache(k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Put new keys and values into their pages: a copy, no arithmetic.
+
+    Args:
+        k, v: [T, num_kv_heads, head_dim].
+        kv_cache: [num_blocks, num_kv_heads, block_size, 2 * head_dim], dtype of `k`; changed.
+        slot_mapping: [T] int64, block * block_size + offset.
+    """
+    if kv_cache.dtype != k.dtype:
+        raise TypeError(f"the KV cache holds {kv_cache.dtype}, the model computes {k.dtype}")
+    block_size, head_dim = kv_cache.shape[2], k.shape[2]
+    blocks, offsets = slot_mapping // block_size, slot_mapping % block_size
+    kv_cache[blocks, :, offsets, :head_dim] = k
+    kv_cache[blocks, :, offsets, head_dim:] = v
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """One sequence: q [n, heads, D] are its last n tokens, k and v [L, kv_heads, D] all of it."""
+    n, num_heads, head_dim = q.shape
+    length, num_kv_heads, _ = k.shape
+    group = num_heads // num_kv_heads
+    first_position = length - n
+
+    # rows (token, head of the group) of one kv head: [kv_heads, n * group, D], padded to tiles
+    q_rows = q.float().view(n, num_kv_heads, group, head_dim).transpose(0, 1)
+    q_rows = q_rows.reshape(num_kv_heads, n * group, head_dim)
+    num_rows = round_up(n * group, TILE_ROWS)
+    q_tiles = torch.zeros(num_kv_heads, num_rows, head_dim)
+    q_tiles[:, : n * group] = q_rows
+    q_tiles = q_tiles.view(num_kv_heads, -1, TILE_ROWS, head_dim)
+    k_blocks, v_blocks = _blocks(k), _blocks(v)
+
+    # padding rows repeat the last position, so that no row is without a key
+    tokens = (torch.arange(num_rows) // group).clamp_(max=n - 1)
+    positions = (first_position + tokens).view(-1, TILE_ROWS)  # [tiles, 16]
+
+    out = torch.empty_like(q_tiles)
+    lse = torch.empty(q_tiles.shape[:3])
+    for head in range(num_kv_heads):
+        for start in range(0, len(positions), _TILES_AT_ONCE):
+            tiles = slice(start, start + _TILES_AT_ONCE)
+            out[head, tiles], lse[head, tiles] = _attend_tiles(
+                q_tiles[head, tiles], k_blocks[head], v_blocks[head], positions[tiles], scale
+            )
+    # [kv_heads, n * group, D] -> [n, heads, D]
+    out = out.view(num_kv_heads, num_rows, head_dim)[:, : n * group]
+    out = out.reshape(num_kv_heads, n, group, head_dim).transpose(0, 1)
+    lse = lse.view(num_kv_heads, num_rows)[:, : n * group]
+    lse = lse.reshape(num_kv_heads, n, group).transpose(0, 1)
+    return out.reshape(n, num_heads, head_dim).to(q.dtype), lse.reshape(n, num_heads)
+
+
+def _blocks(x: Tensor) -> Tensor:
+    """[L, kv_heads, D] -> [kv_heads, blocks, KV_BLOCK, D] fp32, zeros past L."""
+    length, num_kv_heads, head_dim = x.shape
+    out = torch.zeros(num_kv_heads, round_up(length, KV_BLOCK), head_dim)
+    out[:, :length] = x.transpose(0, 1)
+    return out.view(num_kv_heads, -1, KV_BLOCK, head_dim)
+
+
+def _attend_tiles(
+    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Tiles of one kv head.
+
+    q [tiles, 16, D], k and v [blocks, 64, D], positions [tiles, 16]
+    -> out [tiles, 16, D], lse [tiles, 16].
+    """
+    blocks_of_tile = (positions[:, -1] // KV_BLOCK + 1).tolist()
+    num_blocks = max(blocks_of_tile)
+    scores = torch.zeros(num_blocks, len(q), TILE_ROWS, KV_BLOCK)
+    for tile, q_tile in enumerate(q.unbind()):
+        for block in range(blocks_of_tile[tile]):
+            torch.mm(q_tile, k[block].t(), out=scores[block, tile])
+    keys = torch.arange(num_blocks * KV_BLOCK).view(num_blocks, 1, 1, KV_BLOCK)
+    visible = keys <= positions[None, :, :, None]
+    scores = torch.where(visible, scores * scale, -torch.inf)
+
+    row_max = scores.amax((0, 3))  # exact in any order
+    weights = torch.exp(scores - row_max[None, :, :, None])
+    block_sums = fold_sum(weights)  # [blocks, tiles, 16]
+
+    # From +0 a sum never becomes -0, so blocks past a row's end (weights 0) leave it as it is.
+    total = torch.zeros(len(q), TILE_ROWS)
+    out = torch.zeros(len(q), TILE_ROWS, q.shape[-1])
+    for block in range(num_blocks):
+        total = total + block_sums[block]
+        product = torch.zeros_like(out)
+        for tile in range(len(q)):
+            if block < blocks_of_tile[tile]:
+                torch.mm(weights[block, tile], v[block], out=product[tile])
+        out = out + product
+    return out / total.unsqueeze(-1), row_max + torch.log(total)
+
+
+@attention.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    return out, q.new_empty(q.shape[:2], dtype=torch.float32)
+
+
+@paged_attention.register_fake
+def _(
+    q: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    cu_seqlens_q: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+) -> Tensor:
+    return torch.empty_like(q, memory_format=torch.contiguous_format)
+
+
+@write_kv_cache.register_fake
+def _(k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+    return None
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    q, k, v, cu_seqlens, ctx.scale = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(q, k, v, cu_seqlens, *output)
+
+
+def _backward(ctx, grad: Tensor, _: Tensor):
+    q, k, v, cu_seqlens, out, lse = ctx.saved_tensors
+    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    bounds = cu_seqlens.tolist()
+    for start, end in zip(bounds[:-1], bounds[1:], strict=True):
+        rows = slice(start, end)
+        dq[rows], dk[rows], dv[rows] = _attend_backward(
+            grad[rows], q[rows], k[rows], v[rows], out[rows], lse[rows], ctx.scale
+        )
+    return dq, dk, dv, None, None
+
+
+def _attend_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of one sequence (Dao et al., FlashAttention, 2022, appendix B), dense, fp32.
+
+    All [n, heads, D] except lse [n, heads] and k, v [n, kv_heads, D].
+    """
+    n, num_kv_heads, head_dim = k.shape
+    group = q.shape[1] // num_kv_heads
+
+    def heads_first(x: Tensor) -> Tensor:
+        x = x.float().transpose(0, 1)  # [heads, n, D]
+        return x if len(x) == num_kv_heads * group else x.repeat_interleave(group, 0)
+
+    def sum_group(x: Tensor) -> Tensor:
+        return x.view(num_kv_heads, group, n, head_dim).sum(1).transpose(0, 1)
+
+    grad, q, k, v, out = map(heads_first, (grad, q, k, v, out))
+    hidden = torch.ones(n, n, dtype=torch.bool).triu_(1)
+    scores = (q @ k.transpose(1, 2)) * scale - lse.t().unsqueeze(-1)
+    weights = torch.exp(scores).masked_fill_(hidden, 0.0)  # [heads, n, n]
+    dv = weights.transpose(1, 2) @ grad
+    dweights = grad @ v.transpose(1, 2) - (grad * out).sum(-1, keepdim=True)
+    dscores = weights * dweights * scale
+    dq = (dscores @ k).transpose(0, 1)
+    return dq, sum_group(dscores.transpose(1, 2) @ q), sum_group(dv)
+
+
+attention.register_autograd(_backward, setup_context=_setup_context)

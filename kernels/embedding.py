@@ -1,0 +1,47 @@
+"""`isomodels::embedding`: rows of a table, copied bit for bit."""
+
+import torch
+from torch import Tensor
+
+from isomodels.kernels.schedule import Schedule, declare
+
+SCHEDULE = declare(Schedule(operation="embedding", backend="torch", version=1))
+
+
+@torch.library.custom_op("isomodels::embedding", mutates_args=(), device_types="cpu")
+def embedding(input_ids: Tensor, weight: Tensor) -> Tensor:
+    """Look up rows.
+
+    Args:
+        input_ids: [T] int64, each in [0, V).
+        weight: [V, H].
+
+    Returns:
+        [T, H] in the dtype of `weight`.
+
+    Raises:
+        IndexError: for an id outside the vocabulary.
+    """
+    return weight[input_ids]
+
+
+@embedding.register_fake
+def _(input_ids: Tensor, weight: Tensor) -> Tensor:
+    return weight.new_empty(input_ids.shape[0], weight.shape[1])
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    input_ids, weight = inputs
+    ctx.save_for_backward(input_ids)
+    ctx.weight_shape, ctx.weight_dtype = weight.shape, weight.dtype
+
+
+def _backward(ctx, grad: Tensor):
+    (input_ids,) = ctx.saved_tensors
+    # fp32, or a frequent token's gradient stops growing in bf16
+    dweight = torch.zeros(ctx.weight_shape, dtype=torch.float32)
+    dweight.index_add_(0, input_ids, grad.float())
+    return None, dweight.to(ctx.weight_dtype)
+
+
+embedding.register_autograd(_backward, setup_context=_setup_context)

@@ -1,0 +1,78 @@
+"""`isomodels::linear`: y = x W^T + b, sequential over K in fp32, one rounding at the end."""
+
+import torch
+from torch import Tensor
+
+from isomodels.kernels.fixed_order import TILE_COLUMNS, TILE_ROWS, matmul_nt, one_thread
+from isomodels.kernels.schedule import Schedule, declare
+
+SCHEDULE = declare(
+    Schedule(
+        operation="linear",
+        backend="torch",
+        version=1,
+        constants={
+            "accumulate": "float32",
+            "k_partition": 1,
+            "tile_rows": TILE_ROWS,
+            "tile_columns": TILE_COLUMNS,
+            "bias": "float32 before the rounding",
+        },
+    )
+)
+
+
+@torch.library.custom_op("isomodels::linear", mutates_args=(), device_types="cpu")
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Linear layer whose every element depends on one row of `x` and one row of `weight`.
+
+    Args:
+        x: [T, K], float32 or bfloat16.
+        weight: [N, K], dtype of `x`.
+        bias: [N], dtype of `x`, added in fp32 before the rounding.
+
+    Returns:
+        [T, N] in the dtype of `x`.
+    """
+    check_operands(x, weight)
+    with one_thread():
+        y = matmul_nt(x, weight)
+        if bias is not None:
+            y = y + bias.float()
+        return y.to(x.dtype, copy=True)
+
+
+def check_operands(x: Tensor, weight: Tensor) -> None:
+    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
+        raise ValueError(
+            f"linear needs x [T, K] and weight [N, K], got {list(x.shape)} and {list(weight.shape)}"
+        )
+    if x.dtype != weight.dtype or x.dtype not in (torch.float32, torch.bfloat16):
+        raise TypeError(
+            f"linear needs x and weight both float32 or both bfloat16, "
+            f"got {x.dtype} and {weight.dtype}"
+        )
+
+
+@linear.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    x, weight, bias = inputs
+    ctx.save_for_backward(x, weight)
+    ctx.has_bias = bias is not None
+
+
+def _backward(ctx, grad: Tensor):
+    x, weight = ctx.saved_tensors
+    need_x, need_weight, need_bias = ctx.needs_input_grad
+    grad = grad.float()  # [T, N]
+    dx = (grad @ weight.float()).to(x.dtype) if need_x else None  # [T, K]
+    dweight = (grad.t() @ x.float()).to(weight.dtype) if need_weight else None  # [N, K]
+    dbias = grad.sum(0).to(weight.dtype) if ctx.has_bias and need_bias else None  # [N]
+    return dx, dweight, dbias
+
+
+linear.register_autograd(_backward, setup_context=_setup_context)

@@ -1,0 +1,192 @@
+"""Logprobs over the vocabulary: `isomodels::lm_head`, `isomodels::log_normalize` and
+`isomodels::token_logprobs`.
+
+Logits are fp32 sums that are never rounded to the model dtype. The normaliser takes the exact row
+maximum, then sums exponentials over the vocabulary padded with zeros to a multiple of
+`VOCAB_ALIGNMENT`: blocks of `VOCAB_BLOCK`, then the blocks of each of `VOCAB_LEAVES` leaves, then
+the leaves, each by halving. A logprob is (logit - maximum) - log(sum).
+"""
+
+import torch
+from torch import Tensor
+
+from isomodels.kernels.fixed_order import (
+    TILE_COLUMNS,
+    TILE_ROWS,
+    fold_sum,
+    matmul_nt,
+    one_thread,
+    round_up,
+)
+from isomodels.kernels.linear import check_operands
+from isomodels.kernels.schedule import Schedule, declare
+
+VOCAB_BLOCK = 128
+VOCAB_LEAVES = 8
+VOCAB_ALIGNMENT = VOCAB_BLOCK * VOCAB_LEAVES
+
+_NORMALIZER: dict[str, int | str] = {
+    "accumulate": "float32",
+    "vocab_block": VOCAB_BLOCK,
+    "vocab_leaves": VOCAB_LEAVES,
+    "sum": "halving",
+    "result": "(logit - maximum) - log(sum)",
+}
+_LOGITS: dict[str, int | str] = {
+    "logits": "float32, not rounded",
+    "k_partition": 1,
+    "tile_rows": TILE_ROWS,
+    "tile_columns": TILE_COLUMNS,
+}
+LM_HEAD_SCHEDULE = declare(Schedule("lm_head", "torch", 1, _LOGITS))
+NORMALIZE_SCHEDULE = declare(Schedule("log_normalize", "torch", 1, _NORMALIZER))
+SCHEDULE = declare(Schedule("token_logprobs", "torch", 1, {**_LOGITS, **_NORMALIZER}))
+
+
+@torch.library.custom_op("isomodels::lm_head", mutates_args=(), device_types="cpu")
+def lm_head(hidden: Tensor, weight: Tensor) -> Tensor:
+    """Logits.
+
+    Args:
+        hidden: [T, H], float32 or bfloat16.
+        weight: [V, H], dtype of `hidden`.
+
+    Returns:
+        [T, V] fp32.
+    """
+    check_operands(hidden, weight)
+    with one_thread():
+        return matmul_nt(hidden, weight).contiguous()
+
+
+@torch.library.custom_op("isomodels::log_normalize", mutates_args=(), device_types="cpu")
+def log_normalize(logits: Tensor, temperature: float = 1.0) -> Tensor:
+    """Log-softmax of logits / temperature.
+
+    Args:
+        logits: [T, V] fp32.
+        temperature: above 0; 1.0 leaves every bit of the logits.
+
+    Returns:
+        [T, V] fp32.
+    """
+    with one_thread():
+        scaled = _scale(logits, temperature)
+        row_max, log_sum = _normalizer(scaled)
+        return (scaled - row_max) - log_sum
+
+
+@torch.library.custom_op("isomodels::token_logprobs", mutates_args=(), device_types="cpu")
+def token_logprobs(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Logprob of one target a row; the bits of `log_normalize(lm_head(...))` at that target.
+
+    Args:
+        hidden: [T, H], float32 or bfloat16.
+        weight: [V, H], dtype of `hidden`.
+        targets: [T] int64, each in [0, V).
+        temperature: above 0.
+
+    Returns:
+        (logprobs [T] fp32, (maximum, log of the sum) [T, 2] fp32 for the backward).
+
+    Raises:
+        IndexError: for a target outside the vocabulary.
+    """
+    check_operands(hidden, weight)
+    vocab_size = weight.shape[0]
+    if targets.numel() and not 0 <= int(targets.min()) <= int(targets.max()) < vocab_size:
+        raise IndexError(f"a target lies outside the vocabulary of {vocab_size}")
+    with one_thread():
+        scaled = _scale(matmul_nt(hidden, weight), temperature)
+        row_max, log_sum = _normalizer(scaled)
+        chosen = scaled.gather(1, targets.unsqueeze(1))
+        logprobs = ((chosen - row_max) - log_sum).squeeze(1)
+        return logprobs, torch.cat((row_max, log_sum), 1)
+
+
+def _scale(logits: Tensor, temperature: float) -> Tensor:
+    if logits.dtype != torch.float32:
+        raise TypeError(f"logits must be float32, got {logits.dtype}")
+    if not temperature > 0.0:
+        raise ValueError(f"temperature must be above 0, got {temperature}")
+    # A tensor of one column, not a number: the division is then the one that samplers do.
+    return logits / torch.full((len(logits), 1), temperature, dtype=torch.float32)
+
+
+def _normalizer(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """[T, V] fp32 -> (row maximum [T, 1], log of the sum of exponentials above it [T, 1])."""
+    rows, vocab_size = logits.shape
+    row_max = logits.amax(1, keepdim=True)  # exact in any order
+    exponentials = torch.zeros(rows, round_up(vocab_size, VOCAB_ALIGNMENT))
+    exponentials[:, :vocab_size] = torch.exp(logits - row_max)
+    blocks = exponentials.view(rows, VOCAB_LEAVES, -1, VOCAB_BLOCK)
+    total = fold_sum(fold_sum(fold_sum(blocks)))  # [T, leaves, blocks] -> [T, leaves] -> [T]
+    return row_max, torch.log(total).unsqueeze(1)
+
+
+@lm_head.register_fake
+def _(hidden: Tensor, weight: Tensor) -> Tensor:
+    return hidden.new_empty(hidden.shape[0], weight.shape[0], dtype=torch.float32)
+
+
+@log_normalize.register_fake
+def _(logits: Tensor, temperature: float = 1.0) -> Tensor:
+    return torch.empty_like(logits)
+
+
+@token_logprobs.register_fake
+def _(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    rows = hidden.shape[0]
+    return (
+        hidden.new_empty(rows, dtype=torch.float32),
+        hidden.new_empty(rows, 2, dtype=torch.float32),
+    )
+
+
+def _lm_head_setup(ctx, inputs, output) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _lm_head_backward(ctx, grad: Tensor):
+    return _logits_backward(grad, *ctx.saved_tensors)
+
+
+def _logits_backward(grad: Tensor, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    dhidden = (grad @ weight.float()).to(hidden.dtype)
+    return dhidden, (grad.t() @ hidden.float()).to(weight.dtype)
+
+
+def _normalize_setup(ctx, inputs, output) -> None:
+    ctx.temperature = inputs[1]
+    ctx.save_for_backward(output)
+
+
+def _normalize_backward(ctx, grad: Tensor):
+    (logprobs,) = ctx.saved_tensors
+    return (grad - logprobs.exp() * grad.sum(1, keepdim=True)) / ctx.temperature, None
+
+
+def _token_setup(ctx, inputs, output) -> None:
+    hidden, weight, targets, ctx.temperature = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(hidden, weight, targets, output[1])
+
+
+def _token_backward(ctx, grad: Tensor, _: Tensor):
+    hidden, weight, targets, normalizer = ctx.saved_tensors
+    row_max, log_sum = normalizer.unsqueeze(1).unbind(-1)  # [T, 1] each
+    # Logits again instead of a second [T, V] tensor kept since the forward.
+    scaled = (hidden.float() @ weight.float().t()) / ctx.temperature
+    dlogits = -torch.exp(scaled - row_max - log_sum)
+    dlogits[torch.arange(len(targets)), targets] += 1.0
+    dlogits *= grad.unsqueeze(1) / ctx.temperature
+    return *_logits_backward(dlogits, hidden, weight), None, None
+
+
+lm_head.register_autograd(_lm_head_backward, setup_context=_lm_head_setup)
+log_normalize.register_autograd(_normalize_backward, setup_context=_normalize_setup)
+token_logprobs.register_autograd(_token_backward, setup_context=_token_setup)

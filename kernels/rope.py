@@ -1,0 +1,99 @@
+"""`isomodels::rope`: rotary position embedding, after an optional per-head RMSNorm (qk-norm).
+
+Mathematics: Su et al., "RoFormer" (2021), in the half-split order of GPT-NeoX that the Qwen
+checkpoints use. Norm and rotation in fp32 from an fp32 table, with one rounding at the end.
+"""
+
+import functools
+
+import torch
+from torch import Tensor
+
+from isomodels.kernels.fixed_order import one_thread
+from isomodels.kernels.rms_norm import normalize, normalize_backward
+from isomodels.kernels.schedule import Schedule, declare
+
+SCHEDULE = declare(
+    Schedule(
+        operation="rope",
+        backend="torch",
+        version=1,
+        constants={
+            "table": "float64 rounded once to float32",
+            "order": "half-split",
+            "norm_sum": "halving",
+            "roundings": 1,
+        },
+    )
+)
+
+
+@functools.lru_cache(maxsize=8)
+def rope_table(head_dim: int, theta: float, max_positions: int) -> Tensor:
+    """Cosines and sines for every position, made in fp64 and rounded once.
+
+    Not a buffer of any module: hosts cast buffers to the model dtype.
+
+    Returns:
+        [max_positions, head_dim] fp32 on the CPU; the first half cosines, the second half sines.
+    """
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
+    positions = torch.arange(max_positions, dtype=torch.float64)
+    angles = positions[:, None] * theta ** (-exponents)  # [P, D/2]
+    return torch.cat((angles.cos(), angles.sin()), dim=1).float()
+
+
+@torch.library.custom_op("isomodels::rope", mutates_args=(), device_types="cpu")
+def rope(
+    x: Tensor, positions: Tensor, table: Tensor, norm_weight: Tensor | None, eps: float
+) -> Tensor:
+    """Rotate each head by its token's position.
+
+    Args:
+        x: [T, heads, head_dim], float32 or bfloat16.
+        positions: [T] int64, each below the table's length.
+        table: [max_positions, head_dim] fp32 from `rope_table`.
+        norm_weight: [head_dim] for qk-norm before the rotation, or None for no norm.
+        eps: of the qk-norm.
+
+    Returns:
+        [T, heads, head_dim] in the dtype of `x`.
+    """
+    with one_thread():
+        unit = x.float()
+        if norm_weight is not None:
+            unit = normalize(unit, eps)[0] * norm_weight.float()
+        cos, sin = table[positions].unsqueeze(1).chunk(2, -1)  # [T, 1, D/2]
+        return _rotate(unit, cos, sin).to(x.dtype, copy=True)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+
+@rope.register_fake
+def _(
+    x: Tensor, positions: Tensor, table: Tensor, norm_weight: Tensor | None, eps: float
+) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    x, positions, table, norm_weight, ctx.eps = inputs
+    ctx.save_for_backward(x, positions, table, norm_weight)
+
+
+def _backward(ctx, grad: Tensor):
+    x, positions, table, norm_weight = ctx.saved_tensors
+    cos, sin = table[positions].unsqueeze(1).chunk(2, -1)
+    grad = _rotate(grad.float(), cos, -sin)
+    if norm_weight is None:
+        return grad.to(x.dtype), None, None, None, None
+    unit, inverse_rms = normalize(x.float(), ctx.eps)
+    dweight = (grad * unit).sum((0, 1)).to(norm_weight.dtype)
+    dx = normalize_backward(grad * norm_weight.float(), unit, inverse_rms)
+    return dx.to(x.dtype), None, None, dweight, None
+
+
+rope.register_autograd(_backward, setup_context=_setup_context)

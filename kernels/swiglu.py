@@ -1,0 +1,56 @@
+"""`isomodels::swiglu`: silu(gate) * up in fp32 with one rounding.
+
+Mathematics: Shazeer, "GLU Variants Improve Transformer" (2020).
+"""
+
+import torch
+from torch import Tensor
+
+from isomodels.kernels.fixed_order import one_thread
+from isomodels.kernels.schedule import Schedule, declare
+
+SCHEDULE = declare(
+    Schedule(
+        operation="swiglu",
+        backend="torch",
+        version=1,
+        constants={"silu": "x / (1 + exp(-x))", "roundings": 1},
+    )
+)
+
+
+@torch.library.custom_op("isomodels::swiglu", mutates_args=(), device_types="cpu")
+def swiglu(gate_up: Tensor) -> Tensor:
+    """Gated activation of a fused projection.
+
+    Args:
+        gate_up: [T, 2 * I], float32 or bfloat16; the first half is the gate.
+
+    Returns:
+        [T, I] in the dtype of `gate_up`.
+    """
+    with one_thread():
+        gate, up = gate_up.float().chunk(2, -1)
+        # torch's silu rounds differently in its vector body and its scalar tail.
+        return (gate / (1.0 + torch.exp(-gate)) * up).to(gate_up.dtype)
+
+
+@swiglu.register_fake
+def _(gate_up: Tensor) -> Tensor:
+    return gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx, grad: Tensor) -> Tensor:
+    (gate_up,) = ctx.saved_tensors
+    gate, up = gate_up.float().chunk(2, -1)
+    grad = grad.float()
+    sigmoid = torch.sigmoid(gate)
+    dgate = grad * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
+    return torch.cat((dgate, grad * gate * sigmoid), -1).to(gate_up.dtype)
+
+
+swiglu.register_autograd(_backward, setup_context=_setup_context)
