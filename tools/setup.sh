@@ -17,7 +17,7 @@ find_python() {
     exit 2
 }
 
-# Byte code is written when a module is first imported: compiling everything here is slower.
+# Byte code is made at the end, on all cores, since pip compiles on one.
 install() { .venv/bin/python -m pip install -qq --no-compile "$@"; }
 
 .venv/bin/python -m pip --version >/dev/null 2>&1 || "$(find_python)" -m venv --clear .venv
@@ -29,3 +29,5 @@ fi
 install --no-deps -r requirements/ci-hosts.txt -r requirements/ci-dev.txt
 install --no-deps --no-build-isolation ./tools/vllm_cpu_stub
 install --no-deps --no-build-isolation -e .
+# Some packages ship templates that are no valid Python: that is no reason to stop.
+.venv/bin/python -m compileall -qq -j 0 .venv/lib || true

@@ -143,10 +143,10 @@ class CausalLM(nn.Module):
 
     def logprobs(self, hidden: Tensor, temperature: float = 1.0) -> Tensor:
         """Log-softmax of logits / temperature: [T, H] -> [T, V] fp32."""
-        return self.lm_head.logprobs(hidden, self.head_weight, temperature)
+        return self.lm_head(hidden, self.head_weight, None, temperature)
 
     def token_logprobs(
         self, hidden: Tensor, targets: Tensor, temperature: float = 1.0
     ) -> Tensor:
         """[T, H], targets [T] int64 -> [T] fp32, the bits of `logprobs` at the targets."""
-        return self.lm_head.token_logprobs(hidden, self.head_weight, targets, temperature)
+        return self.lm_head(hidden, self.head_weight, targets, temperature)

@@ -3,10 +3,11 @@
 import torch
 from torch import Tensor, nn
 
+from isomodels.errors import UnsupportedError
 from isomodels.kernels.embedding import embedding
 from isomodels.kernels.linear import linear
 from isomodels.kernels.logprob import lm_head, log_normalize, token_logprobs
-from isomodels.kernels.row_linear import row_linear
+from isomodels.kernels.row_linear import LEAVES, row_linear
 
 
 def parameter(*shape: int, dtype: torch.dtype, device: torch.device | None) -> nn.Parameter:
@@ -47,6 +48,11 @@ class RowLinear(nn.Module):
         device: torch.device | None = None,
     ):
         super().__init__()
+        if in_features % LEAVES:
+            raise UnsupportedError(
+                f"a row-parallel linear needs an input size divisible by {LEAVES}, "
+                f"got {in_features}"
+            )
         self.weight = parameter(out_features, in_features, dtype=dtype, device=device)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -90,16 +96,21 @@ class LMHead(nn.Module):
             None if tied else parameter(vocab_size, hidden_size, dtype=dtype, device=device)
         )
 
-    def forward(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """[T, H] -> logits [T, V] fp32."""
-        return lm_head(hidden, weight)
-
-    def logprobs(self, hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-        """[T, H] -> normalised logprobs [T, V] fp32 of logits / temperature."""
-        return log_normalize(self(hidden, weight), temperature)
-
-    def token_logprobs(
-        self, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float
+    def forward(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor | None = None,
+        temperature: float | None = None,
     ) -> Tensor:
-        """[T, H], targets [T] int64 -> [T] fp32, the bits of `logprobs` at the targets."""
+        """One entry for all results: hosts hang their hooks on module calls.
+
+        hidden [T, H], weight [V, H] -> logits [T, V] fp32; with a temperature, normalised logprobs
+        of logits / temperature [T, V] fp32; with targets [T] int64 too, those logprobs at the
+        targets [T] fp32, bit for bit.
+        """
+        if temperature is None:
+            return lm_head(hidden, weight)
+        if targets is None:
+            return log_normalize(lm_head(hidden, weight), temperature)
         return token_logprobs(hidden, weight, targets, temperature)[0]
