@@ -67,11 +67,10 @@ def _setup_context(ctx, inputs, output) -> None:
 
 def _backward(ctx, grad: Tensor):
     x, weight = ctx.saved_tensors
-    need_x, need_weight, need_bias = ctx.needs_input_grad
     grad = grad.float()  # [T, N]
-    dx = (grad @ weight.float()).to(x.dtype) if need_x else None  # [T, K]
-    dweight = (grad.t() @ x.float()).to(weight.dtype) if need_weight else None  # [N, K]
-    dbias = grad.sum(0).to(weight.dtype) if ctx.has_bias and need_bias else None  # [N]
+    dx = (grad @ weight.float()).to(x.dtype) if ctx.needs_input_grad[0] else None  # [T, K]
+    dweight = (grad.t() @ x.float()).to(weight.dtype) if ctx.needs_input_grad[1] else None
+    dbias = grad.sum(0).to(weight.dtype) if ctx.has_bias else None  # [N]
     return dx, dweight, dbias
 
 

@@ -19,7 +19,8 @@ SCHEDULE = declare(
         backend="torch",
         version=1,
         constants={
-            "table": "float64 rounded once to float32",
+            "angle": "float32 position times float32 frequency",
+            "table": "cosine in float64, rounded once to float32",
             "order": "half-split",
             "norm_sum": "halving",
             "roundings": 1,
@@ -30,16 +31,19 @@ SCHEDULE = declare(
 
 @functools.lru_cache(maxsize=8)
 def rope_table(head_dim: int, theta: float, max_positions: int) -> Tensor:
-    """Cosines and sines for every position, made in fp64 and rounded once.
+    """Cosines and sines for every position.
 
-    Not a buffer of any module: hosts cast buffers to the model dtype.
+    Frequencies and angles are rounded to fp32, as in the libraries that trained the checkpoints
+    (transformers' `modeling_rope_utils.py`); the cosine of that angle is taken in fp64 and rounded
+    once. Not a buffer of any module: hosts cast buffers to the model dtype.
 
     Returns:
         [max_positions, head_dim] fp32 on the CPU; the first half cosines, the second half sines.
     """
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
-    positions = torch.arange(max_positions, dtype=torch.float64)
-    angles = positions[:, None] * theta ** (-exponents)  # [P, D/2]
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    frequencies = 1.0 / theta**exponents  # [D/2]
+    positions = torch.arange(max_positions, dtype=torch.float32)
+    angles = (positions[:, None] * frequencies).double()  # [P, D/2]
     return torch.cat((angles.cos(), angles.sin()), dim=1).float()
 
 
