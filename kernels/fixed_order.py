@@ -16,6 +16,8 @@ from torch import Tensor
 TILE_ROWS = 16
 TILE_COLUMNS = 64
 _ALIGNMENT = 64  # bytes; what torch's CPU allocator gives, and what the BLAS paths look at
+# Not torch.set_num_threads: vLLM's CPU worker replaces that name by a function that does nothing.
+_set_num_threads = torch._C.set_num_threads
 
 
 @contextmanager
@@ -31,11 +33,11 @@ def one_thread() -> Iterator[None]:
             'call torch.set_float32_matmul_precision("highest")'
         )
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    _set_num_threads(1)
     try:
         yield
     finally:
-        torch.set_num_threads(threads)
+        _set_num_threads(threads)
 
 
 def round_up(n: int, multiple: int) -> int:
