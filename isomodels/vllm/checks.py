@@ -1,0 +1,235 @@
+"""What the engine must not be asked for: refused at start with one sentence, never ignored.
+
+vLLM calls `IsoModelsConfig.verify_and_update_config` in the front end, once, before it starts
+anything.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from isomodels.config import read_config
+from isomodels.errors import ConfigError, UnsupportedError
+from isomodels.registry import ArchSpec
+
+# What each mode becomes inside vLLM; see `IsoModelsForCausalLM.compute_logits`.
+_LOGPROBS_MODES = {"raw_logprobs": "raw_logits", "processed_logprobs": "processed_logits"}
+
+
+class IsoModelsConfig:
+    """The configuration hook of our resolved architectures (vLLM: `VerifyAndUpdateConfig`)."""
+
+    @staticmethod
+    def verify_and_update_model_config(model_config: Any) -> None:
+        """Nothing to do: everything is checked once the whole configuration exists."""
+
+    @staticmethod
+    def verify_and_update_config(vllm_config: Any) -> None:
+        """Refuses what cannot run with equal bits, and sets how logprobs are made.
+
+        Args:
+            vllm_config: vLLM's configuration; `logprobs_mode` (and in processed mode
+                `logits_processors`) and `load_format` are changed.
+
+        Raises:
+            UnsupportedError: naming the option and the remedy.
+            ConfigError: config.json is not one isomodels can run.
+            CheckpointError: the weights on disk cannot be read.
+        """
+        _refuse_options(vllm_config)
+        _, config = read_checkpoint_config(vllm_config.model_config)
+        _refuse_mismatch(vllm_config, config)
+        _check_files(vllm_config)
+        _set_logprobs_mode(vllm_config)
+
+
+def read_checkpoint_config(model_config: Any) -> tuple[ArchSpec, Any]:
+    """Reads config.json strictly, past the defaults of transformers' config objects.
+
+    Args:
+        model_config: vLLM's `ModelConfig`; its `model` is a folder or a hub name.
+
+    Returns:
+        The architecture and its config.
+
+    Raises:
+        ConfigError: a missing, unknown or unimplemented field.
+        UnsupportedError: an unknown architecture.
+    """
+    if Path(model_config.model).is_dir():
+        return read_config(model_config.model)
+    from transformers import PretrainedConfig
+
+    raw, _ = PretrainedConfig.get_config_dict(model_config.model, revision=model_config.revision)
+    raw.pop("_commit_hash", None)
+    return read_config(raw)
+
+
+def _refuse_options(vllm_config: Any) -> None:
+    refusals = (
+        *_device_refusals(vllm_config),
+        *_parallel_refusals(vllm_config.parallel_config),
+        *_model_refusals(vllm_config),
+        *_engine_refusals(vllm_config),
+    )
+    for refused, sentence in refusals:
+        if refused:
+            raise UnsupportedError(f"isomodels: {sentence}")
+
+
+def _device_refusals(vllm_config: Any) -> tuple[tuple[bool, str], ...]:
+    from vllm.platforms import current_platform
+
+    return (
+        (
+            not current_platform.is_cpu(),
+            f"the device {current_platform.device_type} was not checked yet: use vLLM for CPU",
+        ),
+        (
+            bool(vllm_config.use_v2_model_runner),
+            "vLLM's V2 model runner was not checked: set VLLM_USE_V2_MODEL_RUNNER=0",
+        ),
+    )
+
+
+def _parallel_refusals(parallel: Any) -> tuple[tuple[bool, str], ...]:
+    sizes = {
+        "--tensor-parallel-size": parallel.tensor_parallel_size,
+        "--pipeline-parallel-size": parallel.pipeline_parallel_size,
+        "--data-parallel-size": parallel.data_parallel_size,
+        "--decode-context-parallel-size": parallel.decode_context_parallel_size,
+        "--prefill-context-parallel-size": parallel.prefill_context_parallel_size,
+    }
+    return (
+        *((size > 1, f"{name} {size} is not supported: use 1") for name, size in sizes.items()),
+        (
+            parallel.enable_expert_parallel,
+            "--enable-expert-parallel is not supported: leave it out",
+        ),
+        (parallel.enable_dbo, "--enable-dbo is not supported: leave it out"),
+    )
+
+
+def _model_refusals(vllm_config: Any) -> tuple[tuple[bool, str], ...]:
+    model = vllm_config.model_config
+    load_format = vllm_config.load_config.load_format
+    cache_dtype = vllm_config.cache_config.cache_dtype
+    own_dtype = str(model.dtype).removeprefix("torch.")
+    return (
+        (vllm_config.lora_config is not None, "LoRA is not supported: leave out --enable-lora"),
+        (
+            vllm_config.speculative_config is not None,
+            "speculative decoding is not supported: leave out --speculative-config",
+        ),
+        (
+            model.quantization is not None or vllm_config.quant_config is not None,
+            f"quantised weights ({model.quantization}) are not supported: use a float32 or "
+            "bfloat16 checkpoint and leave out --quantization",
+        ),
+        (
+            cache_dtype not in ("auto", own_dtype),
+            f"--kv-cache-dtype {cache_dtype} is not supported: use auto",
+        ),
+        (bool(model.hf_overrides), "--hf-overrides is not supported: edit config.json"),
+        (
+            model.hf_config_path not in (None, model.model),
+            "--hf-config-path is not supported: put config.json into the checkpoint",
+        ),
+        (
+            model.runner_type != "generate" or model.convert_type != "none",
+            f"--runner {model.runner_type} --convert {model.convert_type} is not supported: "
+            "only --runner generate is",
+        ),
+        (
+            model.multimodal_config is not None,
+            "multimodal input is not supported: use a text-only checkpoint",
+        ),
+        (
+            model.enable_prompt_embeds,
+            "--enable-prompt-embeds is not supported: send token ids or text",
+        ),
+        (
+            load_format not in ("auto", "hf", "safetensors"),
+            f"--load-format {load_format} is not supported: use safetensors files and auto",
+        ),
+        (
+            model.logprobs_mode not in _LOGPROBS_MODES,
+            f"--logprobs-mode {model.logprobs_mode} is not supported: use raw_logprobs or "
+            "processed_logprobs",
+        ),
+    )
+
+
+def _engine_refusals(vllm_config: Any) -> tuple[tuple[bool, str], ...]:
+    passes = vllm_config.compilation_config.pass_config
+    processed = vllm_config.model_config.logprobs_mode == "processed_logprobs"
+    uva, prefetch = vllm_config.offload_config.uva, vllm_config.offload_config.prefetch
+    return (
+        (
+            bool(getattr(passes, "enable_sp", False)),
+            "sequence parallelism (pass_config.enable_sp) is not supported: leave it out",
+        ),
+        (
+            vllm_config.kv_transfer_config is not None
+            or vllm_config.cache_config.kv_offloading_size is not None,
+            "KV transfer and offloading are not supported: leave out --kv-transfer-config and "
+            "--kv-offloading-size",
+        ),
+        (
+            uva.cpu_offload_gb > 0 or prefetch.offload_group_size > 0,
+            "weight offloading is not supported: leave out --cpu-offload-gb and "
+            "--offload-group-size",
+        ),
+        (
+            vllm_config.weight_transfer_config is not None,
+            "--weight-transfer-config is not supported: reload from a checkpoint folder with "
+            "reload_weights",
+        ),
+        (
+            processed and _has_logits_processors(vllm_config.model_config),
+            "custom logits processors cannot be used with --logprobs-mode processed_logprobs: "
+            "use raw_logprobs",
+        ),
+    )
+
+
+def _has_logits_processors(model_config: Any) -> bool:
+    from importlib.metadata import entry_points
+
+    return bool(model_config.logits_processors or entry_points(group="vllm.logits_processors"))
+
+
+def _refuse_mismatch(vllm_config: Any, config: Any) -> None:
+    model = vllm_config.model_config
+    if model.dtype != config.torch_dtype:
+        asked = str(model.dtype).removeprefix("torch.")
+        raise UnsupportedError(
+            f"isomodels: the checkpoint is {config.dtype} and the engine would run {asked}: "
+            f"pass --dtype {config.dtype}"
+        )
+    if model.max_model_len > config.max_position_embeddings:
+        raise UnsupportedError(
+            f"isomodels: --max-model-len {model.max_model_len} exceeds max_position_embeddings "
+            f"{config.max_position_embeddings} of the checkpoint: lower it"
+        )
+    if getattr(model.hf_config, "sliding_window", None) and not model.disable_sliding_window:
+        raise ConfigError("config.json: sliding_window is not supported")
+
+
+def _check_files(vllm_config: Any) -> None:
+    """A damaged or pickled checkpoint is refused here, before vLLM starts processes."""
+    # vLLM's "auto" would fall back to pickles.
+    vllm_config.load_config.load_format = "safetensors"
+    path = Path(vllm_config.model_config.model)
+    if path.is_dir():
+        from isomodels.weights_conv.files import read_tensors
+
+        read_tensors(path)
+
+
+def _set_logprobs_mode(vllm_config: Any) -> None:
+    model = vllm_config.model_config
+    if model.logprobs_mode == "processed_logprobs":
+        from isomodels.vllm.sampling import PROCESSORS
+
+        model.logits_processors = PROCESSORS
+    model.logprobs_mode = _LOGPROBS_MODES[model.logprobs_mode]

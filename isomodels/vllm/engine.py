@@ -1,0 +1,357 @@
+"""A vLLM engine in this process that says how each token was computed.
+
+The parity command and the tests need proof of the case a logprob came from (chunked prefill,
+prefix hit, preemption, ...). It is read from the scheduler's own decisions.
+"""
+
+import contextlib
+import gc
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isomodels.errors import HostError
+from isomodels.vllm.plugin import MODEL_IMPL
+
+_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    # vLLM compiles a helper of its sampler at the first logprob, for many seconds.
+    "TORCHDYNAMO_DISABLE": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt.
+
+    Attributes:
+        prompt: token ids.
+        max_tokens: tokens to sample; the end-of-sequence token does not stop earlier.
+        temperature, top_p: 0 is greedy.
+        prompt_logprobs: ask for the logprobs of the prompt. vLLM then reads no cached prefix.
+        n: samples of this prompt.
+        arrival: step of the run at which the request is handed in.
+    """
+
+    prompt: Sequence[int]
+    max_tokens: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    prompt_logprobs: bool = False
+    n: int = 1
+    arrival: int = 0
+
+
+@dataclass(frozen=True)
+class Token:
+    """One sampled token and how it was computed.
+
+    Attributes:
+        id: token id.
+        logprob: the engine's fp32 value; a Python float holds it exactly.
+        step: step of the run that made it.
+        rows: rows of its request in that step: 1 is a decode.
+        history: tokens of its request that had been computed (or cached) before that step.
+        preemptions: how often its request had been preempted by then.
+    """
+
+    id: int
+    logprob: float
+    step: int
+    rows: int
+    history: int
+    preemptions: int
+
+
+@dataclass
+class Result:
+    """One sampled sequence.
+
+    Attributes:
+        request, sample: index of the request in the run, and of the sample within it.
+        prompt: token ids.
+        tokens: sampled tokens.
+        prompt_logprobs: fp32 logprobs of prompt tokens 1, 2, ... or None.
+        chunks: (start, end) of each step that computed prompt tokens, up to the first sample.
+        num_cached_tokens: prompt tokens found in the prefix cache.
+        preemptions: of the whole sequence.
+    """
+
+    request: int
+    sample: int
+    prompt: tuple[int, ...]
+    tokens: list[Token] = field(default_factory=list)
+    prompt_logprobs: list[float] | None = None
+    chunks: list[tuple[int, int]] = field(default_factory=list)
+    num_cached_tokens: int = 0
+    preemptions: int = 0
+
+    def case(self, index: int) -> str:
+        """Case of sampled token `index`, by the scheduler's account."""
+        token = self.tokens[index]
+        if token.preemptions:
+            return "engine_resume"
+        if self.num_cached_tokens:
+            return "engine_prefix_hit"
+        if index:
+            return "engine_decode"
+        return self.prompt_case()
+
+    def prompt_case(self) -> str:
+        """Case of the prompt's logprobs."""
+        return "engine_chunked_prefill" if len(self.chunks) > 1 else "engine_prefill"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of the scheduler: how many rows and requests it computed of each kind."""
+
+    prefill_rows: int
+    prefill_requests: int
+    decode_rows: int
+    resumed_requests: int
+
+
+class Engine:
+    """A `vllm.LLM` in this process.
+
+    Args:
+        checkpoint: folder of the checkpoint.
+        dtype: "float32" or "bfloat16"; for our class that of the checkpoint.
+        model_impl: "isomodels", or "vllm" for vLLM's own class.
+        seed: of the sampler. (vLLM's CPU sampler takes no seed of a request whose prompt is
+            prefilled in chunks.)
+        limits: further arguments of `vllm.LLM`: max_model_len, max_num_batched_tokens,
+            num_gpu_blocks_override, block_size, logprobs_mode, ...
+
+    Raises:
+        HostError: no vLLM, an unchecked version, or vLLM built another class than asked for.
+        UnsupportedError, ConfigError, CheckpointError: see `isomodels.vllm.checks`.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Path | str,
+        *,
+        dtype: str,
+        model_impl: str = MODEL_IMPL,
+        seed: int = 0,
+        **limits: Any,
+    ):
+        from isomodels.vllm.versions import check_vllm
+
+        check_vllm()
+        for name, value in _ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        from vllm import LLM
+
+        self.steps: list[Step] = []
+        self._live: dict[str, Result] = {}
+        self._events: dict[str, list[Token]] = {}
+        limits.setdefault("async_scheduling", False)  # a step's output belongs to that step
+        limits.setdefault("enforce_eager", True)
+        self.llm = LLM(
+            model=str(checkpoint),
+            dtype=dtype,
+            model_impl=model_impl,
+            seed=seed,
+            use_tqdm_on_load=False,
+            **limits,
+        )
+        self._engine = self.llm.llm_engine
+        self._scheduler = self._engine.engine_core.engine_core.scheduler
+        self._model = self.llm.apply_model(lambda model: model)[0]
+        self._check_class(model_impl)
+        self._watch_scheduler()
+
+    @property
+    def model_class(self) -> str:
+        """Module and name of the class that vLLM built."""
+        return f"{type(self._model).__module__}.{type(self._model).__qualname__}"
+
+    def run(self, requests: Sequence[Request], seed: int | None = None) -> list[Result]:
+        """Runs requests to their end, step by step.
+
+        Args:
+            requests: handed in when their `arrival` comes.
+            seed: starts the sampler's generator anew.
+
+        Returns:
+            One result a sample, by request and sample. `steps` holds the steps of this run.
+
+        Raises:
+            vLLM's `VLLMValidationError`: for a request it refuses.
+        """
+        if seed is not None:
+            torch.manual_seed(seed)
+        self.steps, self._live, self._events = [], {}, {}
+        waiting = sorted(enumerate(requests), key=lambda item: item[1].arrival)
+        results: list[Result] = []
+        while waiting or self._engine.has_unfinished_requests():
+            idle = not self._engine.has_unfinished_requests()
+            while waiting and (waiting[0][1].arrival <= len(self.steps) or idle):
+                self._add(*waiting.pop(0))
+                idle = False
+            for output in self._engine.step():
+                if output.finished:
+                    results += self._collect(output)
+        return sorted(results, key=lambda result: (result.request, result.sample))
+
+    def trace(self, token_ids: Sequence[int]) -> dict[str, bytes]:
+        """What each operation of the module gives for the last of `token_ids`, by prefill.
+
+        Returns:
+            Name of the module's submodule (with "#2" at a second call, "[1]" for a second
+            output) -> the bytes of the output's last row, in the order of the calls.
+        """
+        rows: dict[str, bytes] = {}
+        calls: dict[str, int] = {}
+
+        def new_step(*_: Any) -> None:
+            rows.clear()
+            calls.clear()
+
+        def keep(name: str) -> Any:
+            def hook(_: Any, __: Any, output: Any) -> None:
+                calls[name] = calls.get(name, 0) + 1
+                label = name if calls[name] == 1 else f"{name}#{calls[name]}"
+                for i, tensor in enumerate(output if isinstance(output, tuple) else (output,)):
+                    rows[label if i == 0 else f"{label}[{i}]"] = row_bytes(tensor[-1])
+
+            return hook
+
+        core = self._model.core
+        handles = [core.register_forward_pre_hook(new_step)]
+        handles += [m.register_forward_hook(keep(n)) for n, m in core.named_modules() if n]
+        try:
+            self.llm.reset_prefix_cache()
+            self.run([Request(tuple(token_ids), max_tokens=1, temperature=0.0)])
+        finally:
+            for handle in handles:
+                handle.remove()
+        return rows
+
+    def reload(self, path: Path | str) -> None:
+        """Loads another checkpoint of the same config; see `isomodels.vllm.reload_weights`."""
+        from isomodels.vllm.reload import reload_weights
+
+        reload_weights(self.llm, path)
+
+    def close(self) -> None:
+        """Stops the engine and frees its memory."""
+        self._engine.engine_core.shutdown()
+        with contextlib.suppress(AttributeError):
+            del self._scheduler.schedule
+        del self._model, self._scheduler, self._engine, self.llm
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        cleanup_dist_env_and_memory()
+        gc.collect()
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _check_class(self, model_impl: str) -> None:
+        ours = self.model_class.startswith("isomodels.vllm.")
+        if ours != (model_impl == MODEL_IMPL):
+            raise HostError(
+                f"vLLM built {self.model_class} for model_impl={model_impl!r}: "
+                "is isomodels installed (its entry point vllm.general_plugins)?"
+            )
+
+    def _add(self, index: int, request: Request) -> None:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(
+            max_tokens=request.max_tokens,
+            temperature=request.temperature,
+            top_p=request.top_p,
+            n=request.n,
+            logprobs=0,
+            prompt_logprobs=0 if request.prompt_logprobs else None,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        prompt = {"prompt_token_ids": list(request.prompt)}
+        engine_id = self._engine.add_request(str(index), prompt, params)
+        for sample in range(request.n):
+            name = engine_id if request.n == 1 else f"{sample}_{engine_id}"
+            self._live[name] = Result(index, sample, tuple(request.prompt))
+
+    def _collect(self, output: Any) -> Iterator[Result]:
+        prompt_logprobs = None
+        if output.prompt_logprobs:
+            pairs = zip(output.prompt_logprobs, output.prompt_token_ids, strict=True)
+            prompt_logprobs = [entry[token].logprob for entry, token in list(pairs)[1:]]
+        own = {r.sample: r for r in self._live.values() if r.request == int(output.request_id)}
+        for sample in output.outputs:
+            result = own[sample.index]
+            result.prompt_logprobs = prompt_logprobs
+            ids = list(sample.token_ids)
+            for i, (token, entry) in enumerate(zip(ids, sample.logprobs, strict=True)):
+                made = result.tokens[i]
+                result.tokens[i] = Token(
+                    token,
+                    entry[token].logprob,
+                    made.step,
+                    made.rows,
+                    made.history,
+                    made.preemptions,
+                )
+            del result.tokens[len(ids) :]
+            yield result
+
+    def _watch_scheduler(self) -> None:
+        schedule = self._scheduler.schedule
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            output = schedule(*args, **kwargs)
+            if output.total_num_scheduled_tokens:
+                self._note(output)
+            return output
+
+        self._scheduler.schedule = watched
+
+    def _note(self, output: Any) -> None:
+        """Notes one step: `output` is the scheduler's decision."""
+        cached = output.scheduled_cached_reqs
+        before = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        before |= {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        kinds = {"prefill": 0, "decode": 0, "requests": 0}
+        for name, rows in output.num_scheduled_tokens.items():
+            request, history = self._scheduler.requests[name], before[name]
+            prefill = history < request.num_prompt_tokens or rows > 1
+            kinds["prefill" if prefill else "decode"] += rows
+            kinds["requests"] += prefill
+            if (result := self._live.get(name)) is None:
+                continue
+            result.preemptions = request.num_preemptions
+            if not result.tokens and not request.num_preemptions:
+                if not result.chunks:
+                    result.num_cached_tokens = history
+                result.chunks.append((history, history + rows))
+            if history + rows >= request.num_tokens:
+                result.tokens.append(
+                    Token(-1, 0.0, len(self.steps), rows, history, request.num_preemptions)
+                )
+        self.steps.append(
+            Step(kinds["prefill"], kinds["requests"], kinds["decode"], len(cached.resumed_req_ids))
+        )
+
+
+def row_bytes(row: Tensor) -> bytes:
+    """Bytes of a tensor of any float dtype."""
+    return row.detach().contiguous().view(torch.uint8).numpy().tobytes()

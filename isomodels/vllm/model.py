@@ -1,0 +1,127 @@
+"""The model class that vLLM builds: a host without arithmetic around a module of isomodels."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from vllm.config import VllmConfig
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+
+from isomodels.batch import Batch
+from isomodels.errors import CheckpointError
+from isomodels.registry import load_object
+from isomodels.vllm.attention import CacheLayer, StepMetadata
+from isomodels.vllm.checks import read_checkpoint_config
+from isomodels.vllm.weights import convert, restore_after_failed_reload
+
+
+class IsoModelsForCausalLM(nn.Module):
+    """Any dense architecture of isomodels, as vLLM wants a model.
+
+    Args:
+        vllm_config: vLLM's configuration, already checked by `IsoModelsConfig`.
+        prefix: prefix of vLLM's layer names.
+
+    Raises:
+        ConfigError, UnsupportedError: the checkpoint's config.json is not one isomodels can run.
+    """
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
+        super().__init__()
+        model_config = vllm_config.model_config
+        self.model_config = model_config
+        self.spec, self.config = read_checkpoint_config(model_config)
+        self.max_model_len = model_config.max_model_len
+        # The engine hands back what `compute_logits` returns in both modes that IsoModelsConfig
+        # leaves; in processed mode the logits are normalised after the temperature.
+        self.normalize = model_config.logprobs_mode == "raw_logits"
+        self.core = load_object(self.spec.model)(
+            self.config, dtype=model_config.dtype, device=vllm_config.device_config.device
+        ).requires_grad_(False)
+        self.layers = [
+            CacheLayer(
+                f"{prefix}.layers.{i}.kv_cache".removeprefix("."),
+                self.config.num_key_value_heads,
+                self.config.head_dim,
+                model_config.dtype,
+            )
+            for i in range(self.config.num_hidden_layers)
+        ]
+        context = vllm_config.compilation_config.static_forward_context
+        context.update({layer.name: layer for layer in self.layers})
+
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+        """[T] -> [T, H]."""
+        return self.core.model.embed_tokens(input_ids.long())
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        intermediate_tensors: None = None,
+        inputs_embeds: None = None,
+    ) -> Tensor:
+        """Hidden states after the final norm.
+
+        Args:
+            input_ids, positions: [T], padded tokens included.
+            intermediate_tensors, inputs_embeds: always None: refused at start.
+
+        Returns:
+            [T, H]; rows of padded tokens are zero.
+        """
+        metadata = get_forward_context().attn_metadata
+        if metadata is None:  # vLLM measures memory before it has pages
+            return self.core(input_ids.long(), positions, self._packed(len(input_ids)))
+        step: StepMetadata = metadata[self.layers[0].name]
+        real = step.num_actual_tokens
+        hidden = self.core(input_ids[:real].long(), positions[:real], step.batch)
+        if real == len(input_ids):
+            return hidden
+        padded = hidden.new_zeros(len(input_ids), hidden.shape[1])
+        padded[:real] = hidden
+        return padded
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
+        """[T, H] -> [T, V] fp32: logprobs at temperature 1, or logits in processed mode."""
+        if self.normalize:
+            return self.core.logprobs(hidden_states)
+        return self.core.logits(hidden_states)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Loads a whole checkpoint, at start and on a reload.
+
+        Args:
+            weights: Hugging Face names and tensors, in any order.
+
+        Returns:
+            The names of all parameters.
+
+        Raises:
+            CheckpointError: a missing, left-over, misshapen or mistyped tensor, or (on a reload)
+                a checkpoint of another config. The old weights then stay in place.
+        """
+        try:
+            _, config = read_checkpoint_config(self.model_config)
+            if config != self.config:
+                raise CheckpointError(
+                    f"{self.model_config.model}: config.json differs from the one the engine "
+                    "started with: start a new engine for another model"
+                )
+            tensors = convert(self.spec, self.config, weights, dict(self.core.named_parameters()))
+        except Exception:
+            restore_after_failed_reload(self, self.model_config)
+            raise
+        for name, tensor in tensors.items():
+            parameter = self.core.get_parameter(name)
+            # vLLM wraps this loader on a reload; a plain copy would write to meta tensors.
+            loader = getattr(parameter, "weight_loader", default_weight_loader)
+            loader(parameter, tensor)
+        return {f"core.{name}" for name in tensors}
+
+    def _packed(self, num_tokens: int) -> Batch:
+        """Sequences as long as the engine may get: the most that a step can cost."""
+        bounds = [*range(0, num_tokens, self.max_model_len), num_tokens]
+        device = next(self.core.parameters()).device
+        return Batch.packed(torch.tensor(bounds, dtype=torch.int32, device=device))

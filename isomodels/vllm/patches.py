@@ -1,0 +1,94 @@
+"""Every change to vLLM itself, each with its reason. Checked on vLLM 0.32.0.
+
+* `_ModelRegistry.inspect_model_cls` and `resolve_model_cls`: vLLM runs its own class for any
+  `model_impl` it does not know. It has no hook between this option and the class.
+* `EngineCore.collective_rpc`: weights change under a live engine through this call alone, whatever
+  the door (`LLM`, HTTP). vLLM keeps the prefix cache and running requests of the old weights;
+  a token's history would then be of two models.
+
+Both act only for `model_impl == "isomodels"`. On a vLLM that was not checked, only the first is
+installed, and it refuses.
+"""
+
+import functools
+import sys
+from typing import Any
+
+from isomodels.vllm.plugin import MODEL_IMPL
+from isomodels.vllm.versions import CHECKED_VERSIONS, check_vllm, vllm_version
+
+# An own name for the resolved architecture: vLLM's hooks are keyed by it, so that ours run and
+# those of vLLM's own class of the same architecture do not.
+RESOLVED_PREFIX = "IsoModels"
+
+# Worker methods that change weights.
+_WEIGHT_CHANGES = {"reload_weights", "update_weights", "finish_weight_update"}
+
+_MARK = "_isomodels_patched"
+
+
+def install() -> None:
+    """Installs the patches once in this process."""
+    from vllm.model_executor.models.registry import _ModelRegistry
+
+    if not hasattr(_ModelRegistry, _MARK):
+        setattr(_ModelRegistry, _MARK, True)
+        for name in ("inspect_model_cls", "resolve_model_cls"):
+            _patch_registry(_ModelRegistry, name)
+    # The engine core's own process has loaded this module before it loads plug-ins. Elsewhere the
+    # import is dear and only made once the option is seen (see `_resolve`).
+    if "vllm.v1.engine.core" in sys.modules and vllm_version() in CHECKED_VERSIONS:
+        _patch_engine_core()
+
+
+def _patch_registry(registry: Any, name: str) -> None:
+    original = getattr(registry, name)
+
+    @functools.wraps(original)
+    def wrapped(self: Any, architectures: str | list[str], model_config: Any) -> Any:
+        if getattr(model_config, "model_impl", None) != MODEL_IMPL:
+            return original(self, architectures, model_config)
+        resolved = _resolve(self, architectures)
+        return original(self, [resolved], model_config)
+
+    setattr(registry, name, wrapped)
+
+
+def _resolve(registry: Any, architectures: str | list[str]) -> str:
+    """HF architecture names of a checkpoint -> name under which our class is registered."""
+    check_vllm()
+    from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+
+    from isomodels.registry import get_spec
+    from isomodels.vllm.checks import IsoModelsConfig
+    from isomodels.vllm.model import IsoModelsForCausalLM
+
+    names = [architectures] if isinstance(architectures, str) else list(architectures)
+    spec = get_spec(names[0].removeprefix(RESOLVED_PREFIX) if names else "")
+    resolved = RESOLVED_PREFIX + spec.architecture
+    if resolved not in registry.models:
+        # The class, not its name: vLLM would start a second process to import the name.
+        registry.register_model(resolved, IsoModelsForCausalLM)
+        MODELS_CONFIG_MAP[resolved] = IsoModelsConfig
+    _patch_engine_core()
+    return resolved
+
+
+def _patch_engine_core() -> None:
+    from vllm.v1.engine.core import EngineCore
+
+    if hasattr(EngineCore, _MARK):
+        return
+    setattr(EngineCore, _MARK, True)
+    original = EngineCore.collective_rpc
+
+    @functools.wraps(original)
+    def collective_rpc(self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
+        ours = self.vllm_config.model_config.model_impl == MODEL_IMPL
+        try:
+            return original(self, method, *args, **kwargs)
+        finally:
+            if ours and method in _WEIGHT_CHANGES:
+                self.reset_prefix_cache(reset_running_requests=True)
+
+    EngineCore.collective_rpc = collective_rpc
