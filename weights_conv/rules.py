@@ -1,0 +1,257 @@
+"""Conversion rules as data: how Hugging Face tensors become a module's tensors, and back.
+
+A rule names the module's tensor and the HF tensors it is made of, with their shapes. `join` and
+`split` are inverses and only move bits, so one table loads and saves without loss. An
+architecture's table must name every tensor of its checkpoints: what is left over, missing or of
+another shape or dtype is an error.
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from isomodels.errors import CheckpointError
+
+_SHOWN = 6
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class Source:
+    """One HF tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Same:
+    """The module's tensor is the HF tensor, under the same name unless `hf_name` is given."""
+
+    name: str
+    shape: tuple[int, ...]
+    hf_name: str | None = None
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """The HF tensors, in the order of `join`."""
+        return (Source(self.hf_name or self.name, self.shape),)
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """HF tensors -> module tensor."""
+        (tensor,) = parts
+        return tensor
+
+    def split(self, tensor: Tensor) -> list[Tensor]:
+        """Module tensor -> HF tensors, as views."""
+        return [tensor]
+
+
+@dataclass(frozen=True)
+class Carried(Same):
+    """A tensor that is kept for the next save and never run: an engine may leave it out."""
+
+
+@dataclass(frozen=True)
+class Concat:
+    """The module's tensor is HF tensors laid one after the other along `dim`."""
+
+    name: str
+    parts: tuple[Source, ...]
+    dim: int = 0
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """The HF tensors, in the order of `join`."""
+        return self.parts
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the module's tensor."""
+        shape = list(self.parts[0].shape)
+        shape[self.dim] = sum(part.shape[self.dim] for part in self.parts)
+        return tuple(shape)
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """HF tensors -> module tensor."""
+        return torch.cat(list(parts), dim=self.dim)
+
+    def split(self, tensor: Tensor) -> list[Tensor]:
+        """Module tensor -> HF tensors, as views."""
+        return list(tensor.split([part.shape[self.dim] for part in self.parts], dim=self.dim))
+
+
+@dataclass(frozen=True)
+class Tied:
+    """An HF tensor that a file may repeat or leave out: the module has only `to`.
+
+    Where a file has it, its bits must be those of `to`.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    to: str
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """The one HF tensor."""
+        return (Source(self.name, self.shape),)
+
+
+Rule = Same | Concat | Tied
+Rules = Sequence[Rule]
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors have one shape, one dtype and equal bits (-0 is not +0; NaN is NaN)."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    integer = _INTEGERS[a.element_size()]
+    return torch.equal(a.contiguous().view(integer), b.contiguous().view(integer))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`torch.bfloat16` -> "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def shorten(names: Collection[str]) -> str:
+    """A list of names for a message: the first few, and how many more there are."""
+    ordered = sorted(names)
+    more = len(ordered) - _SHOWN
+    return ", ".join(ordered[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def check_tensors(
+    rules: Rules, hf: Mapping[str, Tensor], *, dtype: torch.dtype | None = None
+) -> None:
+    """Check names, shapes and dtypes of HF tensors against the rules; meta tensors will do.
+
+    Args:
+        rules: the architecture's table.
+        hf: HF name -> tensor.
+        dtype: what every tensor must have; None: anything, but one for all.
+
+    Raises:
+        CheckpointError: naming all that is missing, left over, misshapen or mistyped.
+    """
+    expected = _sources(rules)
+    optional = {rule.name for rule in rules if isinstance(rule, Tied)}
+    if dtype is None and hf:
+        dtype = next(iter(hf.values())).dtype
+    missing = expected.keys() - optional - hf.keys()
+    left_over = hf.keys() - expected.keys()
+    shapes, dtypes = [], []
+    for name in sorted(expected.keys() & hf.keys()):
+        tensor = hf[name]
+        if tuple(tensor.shape) != expected[name]:
+            shapes.append(f"{name} is {list(tensor.shape)} instead of {list(expected[name])}")
+        if tensor.dtype != dtype:
+            dtypes.append(f"{name} is {dtype_name(tensor.dtype)}")
+    problems = []
+    if missing:
+        problems.append(f"{_count(missing)} missing: {shorten(missing)}")
+    if left_over:
+        problems.append(f"{_count(left_over)} left over: {shorten(left_over)}")
+    if shapes:
+        problems.append(f"wrong shape: {shorten(shapes)}")
+    if dtypes and dtype is not None:
+        problems.append(f"{dtype_name(dtype)} expected: {shorten(dtypes)}")
+    if problems:
+        raise CheckpointError("the weights do not fit the config: " + "; ".join(problems))
+
+
+def iter_module(
+    rules: Rules, hf: Mapping[str, Tensor], *, carried: bool = True
+) -> Iterator[tuple[str, Tensor]]:
+    """Module tensors one by one, from HF tensors that `check_tensors` has passed.
+
+    Args:
+        rules: the architecture's table.
+        hf: HF name -> tensor; may be lazy, each tensor is read when it is needed.
+        carried: whether to give the tensors of `Carried` rules.
+
+    Raises:
+        CheckpointError: a tied tensor whose bits differ.
+    """
+    for rule in rules:
+        if isinstance(rule, Tied):
+            if rule.name in hf and not same_bits(hf[rule.name], hf[rule.to]):
+                raise CheckpointError(
+                    f"the config ties {rule.name} to {rule.to}, but the file has different "
+                    "values: set tie_word_embeddings to false, or remove one of the two"
+                )
+        elif carried or not isinstance(rule, Carried):
+            yield rule.name, rule.join([hf[source.name] for source in rule.sources])
+
+
+def to_module(
+    rules: Rules,
+    hf: Mapping[str, Tensor],
+    *,
+    dtype: torch.dtype | None = None,
+    carried: bool = True,
+) -> dict[str, Tensor]:
+    """HF tensors -> the module's tensors, each HF tensor used once.
+
+    Args:
+        rules: the architecture's table.
+        hf: HF name -> tensor.
+        dtype: what every tensor must have; None: anything, but one for all.
+        carried: whether to return the tensors of `Carried` rules (checked in any case).
+
+    Raises:
+        CheckpointError: naming all that is missing, left over, misshapen or mistyped.
+    """
+    check_tensors(rules, hf, dtype=dtype)
+    return dict(iter_module(rules, hf, carried=carried))
+
+
+def to_hf(
+    rules: Rules, module: Mapping[str, Tensor], *, optional: Collection[str] = ()
+) -> dict[str, Tensor]:
+    """The module's tensors -> HF tensors, as views without a copy: the inverse of `to_module`.
+
+    Args:
+        rules: the architecture's table.
+        module: module name -> tensor.
+        optional: HF names of `Tied` rules to write as well.
+
+    Raises:
+        CheckpointError: naming each module tensor that is missing, left over or misshapen.
+    """
+    stored = [rule for rule in rules if not isinstance(rule, Tied)]
+    expected = {rule.name: rule.shape for rule in stored}
+    problems = [f"{name} is missing" for name in expected.keys() - module.keys()]
+    problems += [f"{name} has no rule" for name in module.keys() - expected.keys()]
+    problems += [
+        f"{name} is {list(module[name].shape)} instead of {list(shape)}"
+        for name, shape in expected.items()
+        if name in module and tuple(module[name].shape) != shape
+    ]
+    if problems:
+        raise CheckpointError(f"the module does not fit the rules: {shorten(problems)}")
+    hf = {}
+    for rule in stored:
+        tensors = rule.split(module[rule.name])
+        hf.update({source.name: t for source, t in zip(rule.sources, tensors, strict=True)})
+    for rule in rules:
+        if isinstance(rule, Tied) and rule.name in optional:
+            hf[rule.name] = hf[rule.to]
+    return hf
+
+
+def _sources(rules: Rules) -> dict[str, tuple[int, ...]]:
+    expected: dict[str, tuple[int, ...]] = {}
+    for rule in rules:
+        for source in rule.sources:
+            if source.name in expected:
+                raise ValueError(f"two rules use {source.name}")
+            expected[source.name] = source.shape
+    return expected
+
+
+def _count(names: Collection[str]) -> str:
+    return f"{len(names)} tensor{'' if len(names) == 1 else 's'}"
