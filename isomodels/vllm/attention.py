@@ -78,18 +78,22 @@ class PagedBackend(AttentionBackend):
 
     @staticmethod
     def get_name() -> str:
+        """vLLM's name for a backend that is not its own."""
         return "CUSTOM"
 
     @staticmethod
     def get_impl_cls() -> type:
+        """There is none: vLLM asks for it only through its own attention layer."""
         raise NotImplementedError
 
     @staticmethod
     def get_builder_cls() -> type[BatchBuilder]:
+        """The class that turns a step into a `Batch`."""
         return BatchBuilder
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:
+        """Lets VLLM_BATCH_INVARIANT=1 pass; it changes nothing here."""
         return True
 
 
@@ -104,9 +108,11 @@ class CacheLayer(AttentionLayerBase):
         self.kv_cache: Tensor = torch.empty(0)
 
     def get_attn_backend(self) -> type[AttentionBackend]:
+        """See the base class."""
         return PagedBackend
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
+        """Keys and values side by side, in the model's dtype."""
         return FullAttentionSpec(
             block_size=vllm_config.cache_config.block_size,
             num_kv_heads=self.num_kv_heads,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from isomodels.config import read_config
-from isomodels.errors import ConfigError, UnsupportedError
+from isomodels.errors import UnsupportedError
 from isomodels.registry import ArchSpec
 
 # What each mode becomes inside vLLM; see `IsoModelsForCausalLM.compute_logits`.
@@ -105,6 +105,7 @@ def _parallel_refusals(parallel: Any) -> tuple[tuple[bool, str], ...]:
             parallel.enable_expert_parallel,
             "--enable-expert-parallel is not supported: leave it out",
         ),
+        (parallel.enable_hc_sp, "sequence parallelism is not supported: leave out --enable-hc-sp"),
         (parallel.enable_dbo, "--enable-dbo is not supported: leave it out"),
     )
 
@@ -135,6 +136,14 @@ def _model_refusals(vllm_config: Any) -> tuple[tuple[bool, str], ...]:
             "--hf-config-path is not supported: put config.json into the checkpoint",
         ),
         (
+            model.config_format not in ("auto", "hf"),
+            f"--config-format {model.config_format} is not supported: use auto",
+        ),
+        (
+            bool(model.model_class_overrides),
+            "--model-class-overrides cannot be used with --model-impl isomodels: leave it out",
+        ),
+        (
             model.runner_type != "generate" or model.convert_type != "none",
             f"--runner {model.runner_type} --convert {model.convert_type} is not supported: "
             "only --runner generate is",
@@ -160,14 +169,9 @@ def _model_refusals(vllm_config: Any) -> tuple[tuple[bool, str], ...]:
 
 
 def _engine_refusals(vllm_config: Any) -> tuple[tuple[bool, str], ...]:
-    passes = vllm_config.compilation_config.pass_config
     processed = vllm_config.model_config.logprobs_mode == "processed_logprobs"
     uva, prefetch = vllm_config.offload_config.uva, vllm_config.offload_config.prefetch
     return (
-        (
-            bool(getattr(passes, "enable_sp", False)),
-            "sequence parallelism (pass_config.enable_sp) is not supported: leave it out",
-        ),
         (
             vllm_config.kv_transfer_config is not None
             or vllm_config.cache_config.kv_offloading_size is not None,
@@ -211,8 +215,6 @@ def _refuse_mismatch(vllm_config: Any, config: Any) -> None:
             f"isomodels: --max-model-len {model.max_model_len} exceeds max_position_embeddings "
             f"{config.max_position_embeddings} of the checkpoint: lower it"
         )
-    if getattr(model.hf_config, "sliding_window", None) and not model.disable_sliding_window:
-        raise ConfigError("config.json: sliding_window is not supported")
 
 
 def _check_files(vllm_config: Any) -> None:

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from isomodels.errors import HostError
+from isomodels.trace import trace_rows
 from isomodels.vllm.plugin import MODEL_IMPL
 
 _ENVIRONMENT = {
@@ -205,39 +205,22 @@ class Engine:
                     results += self._collect(output)
         return sorted(results, key=lambda result: (result.request, result.sample))
 
-    def trace(self, token_ids: Sequence[int]) -> dict[str, bytes]:
-        """What each operation of the module gives for the last of `token_ids`, by prefill.
+    def trace(self, token_ids: Sequence[int]) -> dict[str, str]:
+        """Hash of what each operation gives for the last of `token_ids`, by prefill.
 
         Returns:
-            Name of the module's submodule (with "#2" at a second call, "[1]" for a second
-            output) -> the bytes of the output's last row, in the order of the calls.
+            See `isomodels.trace.trace_rows`; the names are those of the module.
         """
-        rows: dict[str, bytes] = {}
-        calls: dict[str, int] = {}
-
-        def new_step(*_: Any) -> None:
-            rows.clear()
-            calls.clear()
-
-        def keep(name: str) -> Any:
-            def hook(_: Any, __: Any, output: Any) -> None:
-                calls[name] = calls.get(name, 0) + 1
-                label = name if calls[name] == 1 else f"{name}#{calls[name]}"
-                for i, tensor in enumerate(output if isinstance(output, tuple) else (output,)):
-                    rows[label if i == 0 else f"{label}[{i}]"] = row_bytes(tensor[-1])
-
-            return hook
-
         core = self._model.core
-        handles = [core.register_forward_pre_hook(new_step)]
-        handles += [m.register_forward_hook(keep(n)) for n, m in core.named_modules() if n]
-        try:
-            self.llm.reset_prefix_cache()
-            self.run([Request(tuple(token_ids), max_tokens=1, temperature=0.0)])
-        finally:
-            for handle in handles:
+        with trace_rows(core, -1) as hashes:
+            # Of a prompt in chunks only the last one holds the row.
+            handle = core.register_forward_pre_hook(lambda *_: hashes.clear())
+            try:
+                self.llm.reset_prefix_cache()
+                self.run([Request(tuple(token_ids), max_tokens=1, temperature=0.0)])
+            finally:
                 handle.remove()
-        return rows
+        return hashes
 
     def reload(self, path: Path | str) -> None:
         """Loads another checkpoint of the same config; see `isomodels.vllm.reload_weights`."""
@@ -350,8 +333,3 @@ class Engine:
         self.steps.append(
             Step(kinds["prefill"], kinds["requests"], kinds["decode"], len(cached.resumed_req_ids))
         )
-
-
-def row_bytes(row: Tensor) -> bytes:
-    """Bytes of a tensor of any float dtype."""
-    return row.detach().contiguous().view(torch.uint8).numpy().tobytes()

@@ -33,6 +33,7 @@ class IsoModelsForCausalLM(nn.Module):
         self.model_config = model_config
         self.spec, self.config = read_checkpoint_config(model_config)
         self.max_model_len = model_config.max_model_len
+        self.loaded_from = model_config.model
         # The engine hands back what `compute_logits` returns in both modes that IsoModelsConfig
         # leaves; in processed mode the logits are normalised after the temperature.
         self.normalize = model_config.logprobs_mode == "raw_logits"
@@ -109,10 +110,12 @@ class IsoModelsForCausalLM(nn.Module):
                     f"{self.model_config.model}: config.json differs from the one the engine "
                     "started with: start a new engine for another model"
                 )
-            tensors = convert(self.spec, self.config, weights, dict(self.core.named_parameters()))
+            tensors = convert(self.spec, config, weights, self.model_config.dtype)
         except Exception:
             restore_after_failed_reload(self, self.model_config)
+            self.model_config.model = self.loaded_from
             raise
+        self.loaded_from = self.model_config.model
         for name, tensor in tensors.items():
             parameter = self.core.get_parameter(name)
             # vLLM wraps this loader on a reload; a plain copy would write to meta tensors.

@@ -85,10 +85,14 @@ class _NormalizeRows(LogitsProcessor):
 
 
 class NormalizeGreedyRows(_NormalizeRows):
+    """Before the temperature, which for these rows is 1."""
+
     greedy = True
 
 
 class NormalizeRandomRows(_NormalizeRows):
+    """After the temperature."""
+
     greedy = False
 
 

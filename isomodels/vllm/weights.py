@@ -1,8 +1,9 @@
 """From the tensors vLLM reads to the module's parameters, through the architecture's rules."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from isomodels.errors import CheckpointError
@@ -11,44 +12,28 @@ from isomodels.weights_conv.rules import to_module
 
 
 def convert(
-    spec: ArchSpec,
-    config: Any,
-    weights: Iterable[tuple[str, Tensor]],
-    parameters: Mapping[str, Tensor],
+    spec: ArchSpec, config: Any, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Converts a whole checkpoint.
+    """Converts a whole checkpoint; what only a trainer carries (MTP layers) is checked and left.
 
     Args:
         spec, config: the architecture and its config.
         weights: Hugging Face names and tensors.
-        parameters: the module's parameters, for names, shapes and dtypes (meta tensors will do).
+        dtype: of every tensor.
 
     Returns:
-        One tensor for each parameter, of its shape and dtype.
+        Name of a module's parameter -> tensor.
 
     Raises:
-        CheckpointError: naming each tensor that is missing, left over, or of another shape or
-            dtype.
+        CheckpointError: naming each tensor that is missing, left over, repeated, or of another
+            shape or dtype.
     """
     hf: dict[str, Tensor] = {}
     for name, tensor in weights:
         if name in hf:
-            raise CheckpointError(f"tensor {name} occurs twice")
+            raise CheckpointError(f"the weights hold {name} twice")
         hf[name] = tensor
-    tensors = to_module(load_object(spec.weights)(config), hf)
-    problems = []
-    for name, parameter in parameters.items():
-        tensor = tensors.get(name)
-        if tensor is None:
-            problems.append(f"{name} is missing")
-        elif tensor.shape != parameter.shape:
-            problems.append(f"{name} has shape {list(tensor.shape)}, not {list(parameter.shape)}")
-        elif tensor.dtype != parameter.dtype:
-            problems.append(f"{name} is {tensor.dtype}, not {parameter.dtype}")
-    if problems:
-        raise CheckpointError("checkpoint does not fit the model: " + "; ".join(problems))
-    # What the rules carry for a trainer alone (MTP layers) has no parameter here.
-    return {name: tensors[name] for name in parameters}
+    return to_module(load_object(spec.weights)(config), hf, dtype=dtype, carried=False)
 
 
 def restore_after_failed_reload(model: nn.Module, model_config: Any) -> None:
