@@ -163,27 +163,32 @@ def check_tensors(
         raise CheckpointError("the weights do not fit the config: " + "; ".join(problems))
 
 
+def check_tied(rules: Rules, hf: Mapping[str, Tensor]) -> None:
+    """Check that a tied tensor which a file repeats has the bits of its twin.
+
+    Raises:
+        CheckpointError: naming the two.
+    """
+    for rule in rules:
+        if isinstance(rule, Tied) and rule.name in hf and not same_bits(hf[rule.name], hf[rule.to]):
+            raise CheckpointError(
+                f"the config ties {rule.name} to {rule.to}, but the file has different "
+                "values: set tie_word_embeddings to false, or remove one of the two"
+            )
+
+
 def iter_module(
     rules: Rules, hf: Mapping[str, Tensor], *, carried: bool = True
 ) -> Iterator[tuple[str, Tensor]]:
-    """Module tensors one by one, from HF tensors that `check_tensors` has passed.
+    """Module tensors one by one, from HF tensors that the checks have passed.
 
     Args:
         rules: the architecture's table.
         hf: HF name -> tensor; may be lazy, each tensor is read when it is needed.
         carried: whether to give the tensors of `Carried` rules.
-
-    Raises:
-        CheckpointError: a tied tensor whose bits differ.
     """
     for rule in rules:
-        if isinstance(rule, Tied):
-            if rule.name in hf and not same_bits(hf[rule.name], hf[rule.to]):
-                raise CheckpointError(
-                    f"the config ties {rule.name} to {rule.to}, but the file has different "
-                    "values: set tie_word_embeddings to false, or remove one of the two"
-                )
-        elif carried or not isinstance(rule, Carried):
+        if not isinstance(rule, Tied) and (carried or not isinstance(rule, Carried)):
             yield rule.name, rule.join([hf[source.name] for source in rule.sources])
 
 
@@ -203,9 +208,11 @@ def to_module(
         carried: whether to return the tensors of `Carried` rules (checked in any case).
 
     Raises:
-        CheckpointError: naming all that is missing, left over, misshapen or mistyped.
+        CheckpointError: naming all that is missing, left over, misshapen or mistyped, or a tied
+            tensor with bits of its own.
     """
     check_tensors(rules, hf, dtype=dtype)
+    check_tied(rules, hf)
     return dict(iter_module(rules, hf, carried=carried))
 
 

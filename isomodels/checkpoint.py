@@ -1,0 +1,297 @@
+"""Hugging Face checkpoints and the modules of this package: load, check, save.
+
+Loading is strict and saving is its inverse: every tensor of the file is used once, and a model
+that is loaded and saved again has the same tensors, bit for bit.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from isomodels.config import load_config_dict, read_config
+from isomodels.errors import CheckpointError
+from isomodels.registry import ArchSpec, load_object
+from isomodels.weights_conv.files import TensorFiles, read_tensors
+from isomodels.weights_conv.rules import (
+    Carried,
+    Rule,
+    check_tensors,
+    check_tied,
+    dtype_name,
+    iter_module,
+    same_bits,
+    shorten,
+    to_hf,
+)
+from isomodels.weights_conv.write import write_checkpoint
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint folder whose config and tensor headers have passed every check.
+
+    Attributes:
+        path: the folder.
+        spec, config: the architecture and its strict config.
+        rules: the architecture's conversion table for this config.
+        tensors: HF name -> tensor, lazy.
+    """
+
+    path: Path
+    spec: ArchSpec
+    config: Any
+    rules: tuple[Rule, ...]
+    tensors: TensorFiles
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the tensors."""
+        return self.config.torch_dtype
+
+    def build(
+        self, *, dtype: torch.dtype | None = None, device: Any = None, carry_mtp: bool = False
+    ) -> nn.Module:
+        """The architecture's module for this config, uninitialised."""
+        model = load_object(self.spec.model)
+        return model(self.config, dtype=dtype or self.dtype, device=device, carry_mtp=carry_mtp)
+
+
+def open_checkpoint(path: Path | str) -> Checkpoint:
+    """Open a checkpoint folder and check everything that its headers tell.
+
+    Raises:
+        ConfigError, UnsupportedError: from the config.
+        CheckpointError: damaged files, or tensors that do not fit the config.
+    """
+    path = Path(path)
+    tensors = read_tensors(path)
+    spec, config = read_config(path)
+    rules = load_object(spec.weights)(config)
+    try:
+        check_tensors(rules, tensors.meta(), dtype=config.torch_dtype)
+        check_tied(rules, tensors)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+    return Checkpoint(path, spec, config, rules, tensors)
+
+
+def load_checkpoint(
+    path: Path | str,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    carry_mtp: bool = False,
+    cast: bool = False,
+) -> nn.Module:
+    """Build a checkpoint's module and fill it.
+
+    Args:
+        path: checkpoint folder.
+        dtype: dtype of the module; None: that of the file.
+        device: where to place it.
+        carry_mtp: keep the tensors that are only carried, so that the module can be saved.
+        cast: allow a `dtype` that the file does not have, and round to it.
+
+    Raises:
+        ConfigError, UnsupportedError, CheckpointError: as `open_checkpoint`, or dtypes differ.
+    """
+    checkpoint = open_checkpoint(path)
+    module = checkpoint.build(dtype=dtype, device=device, carry_mtp=carry_mtp)
+    _fill(module, checkpoint, cast)
+    return module
+
+
+def load_into(module: nn.Module, path: Path | str, *, cast: bool = False) -> None:
+    """Fill an existing module from a checkpoint; on an error the module keeps its values.
+
+    Args:
+        module: a module of this package.
+        path: checkpoint folder.
+        cast: allow a module of another dtype than the file, and round to it.
+
+    Raises:
+        ConfigError, UnsupportedError, CheckpointError: as `open_checkpoint`, or the module has
+            another config or dtype than the file.
+    """
+    checkpoint = open_checkpoint(path)
+    _same_config(module, checkpoint)
+    _fill(module, checkpoint, cast)
+
+
+def save_checkpoint(
+    module: nn.Module,
+    out_dir: Path | str,
+    *,
+    like: Path | str,
+    max_shard_size: int | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> None:
+    """Write a module as a Hugging Face checkpoint.
+
+    The names, the division into files (unless `max_shard_size` is given), config, tokenizer and
+    generation files are those of `like`; config.json gets the module's dtype. A save that is
+    killed leaves what was at `out_dir` whole.
+
+    Args:
+        module: a module of this package, on any device.
+        out_dir: folder to write; may be `like` itself.
+        like: checkpoint folder the module was loaded from.
+        max_shard_size: bytes a file may have.
+        progress: called with the number of bytes after each file.
+
+    Raises:
+        CheckpointError: the module does not fit `like` or the folder cannot be written.
+    """
+    checkpoint = open_checkpoint(like)
+    _same_config(module, checkpoint)
+    state = module.state_dict()
+    lost = {r.name for r in checkpoint.rules if isinstance(r, Carried)} - state.keys()
+    if lost:
+        raise CheckpointError(
+            f"the module was loaded without {shorten(lost)}, which a save must keep: "
+            "load it with carry_mtp=True"
+        )
+    hf = to_hf(checkpoint.rules, state, optional=checkpoint.tensors.keys())
+    check_tensors(checkpoint.rules, hf)
+    dtype = next(iter(hf.values())).dtype
+    write_checkpoint(
+        out_dir,
+        hf,
+        like=checkpoint.path,
+        max_shard_size=max_shard_size,
+        files=_config_file(checkpoint, dtype),
+        progress=progress,
+    )
+
+
+def convert_checkpoint(
+    source: Path | str,
+    out_dir: Path | str,
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_size: int | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> Checkpoint:
+    """Check a checkpoint strictly and write it anew, tensor by tensor.
+
+    Every tensor is taken through the module's form and back, and the written folder is read
+    again; both must have the source's bits (or those of its cast).
+
+    Args:
+        source: checkpoint folder.
+        out_dir: folder to write; not `source`.
+        dtype: round to this dtype; None: keep the file's.
+        max_shard_size: bytes a file may have; None: the source's division into files.
+        progress: called with the number of bytes after each file.
+
+    Returns:
+        The written checkpoint.
+
+    Raises:
+        ConfigError, UnsupportedError, CheckpointError: the source is not sound, or the folder
+            cannot be written.
+    """
+    checkpoint = open_checkpoint(source)
+    if Path(out_dir).resolve() == checkpoint.path.resolve():
+        raise CheckpointError(f"{out_dir} is the source itself: give another folder")
+    check_round_trip(checkpoint)
+    dtype = dtype or checkpoint.dtype
+    tensors = _Cast(checkpoint.tensors, dtype)
+    write_checkpoint(
+        out_dir,
+        tensors,
+        like=checkpoint.path,
+        max_shard_size=max_shard_size,
+        files=_config_file(checkpoint, dtype),
+        progress=progress,
+    )
+    written = open_checkpoint(out_dir)
+    _same_tensors(tensors, written.tensors, f"{out_dir} read back")
+    return written
+
+
+def check_round_trip(checkpoint: Checkpoint) -> None:
+    """Take every tensor through the module's form and back and compare bits.
+
+    Raises:
+        CheckpointError: naming the tensors that differ.
+    """
+    for rule in checkpoint.rules:
+        hf = {source.name: source for source in rule.sources}
+        parts = {name: checkpoint.tensors[name] for name in hf if name in checkpoint.tensors}
+        module = dict(iter_module([rule], parts))
+        _same_tensors(parts if module else {}, to_hf([rule], module), "the round trip")
+
+
+class _Cast(Mapping[str, Tensor]):
+    """The tensors of a mapping, rounded to one dtype when they are read."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], dtype: torch.dtype):
+        self.tensors, self.dtype = tensors, dtype
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.tensors[name].to(self.dtype)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+
+def _same_tensors(a: Mapping[str, Tensor], b: Mapping[str, Tensor], what: str) -> None:
+    different = [name for name in a.keys() | b.keys() if name not in a or name not in b]
+    different += [name for name in a if name in b and not same_bits(a[name], b[name])]
+    if different:
+        raise CheckpointError(f"{what} differs in {shorten(different)}")
+
+
+def _same_config(module: nn.Module, checkpoint: Checkpoint) -> None:
+    ours, theirs = module.config.model_dump(), checkpoint.config.model_dump()
+    # The dtype may differ: a cast was asked for, or is refused by name later.
+    different = [
+        f"{field} ({ours.get(field)} and {theirs.get(field)})"
+        for field in ours.keys() | theirs.keys()
+        if field != "dtype" and ours.get(field) != theirs.get(field)
+    ]
+    if different:
+        raise CheckpointError(
+            f"the module and {checkpoint.path} have different configs: {shorten(different)}"
+        )
+
+
+@torch.no_grad()
+def _fill(module: nn.Module, checkpoint: Checkpoint, cast: bool) -> None:
+    state = module.state_dict()
+    if any(tensor.is_meta for tensor in state.values()):
+        raise ValueError("the module is on the meta device: a copy to it does nothing")
+    wrong = {tensor.dtype for tensor in state.values()} - {checkpoint.dtype}
+    if wrong and not cast:
+        asked = dtype_name(wrong.pop())
+        raise CheckpointError(
+            f"{checkpoint.path} is {dtype_name(checkpoint.dtype)}, {asked} was asked for: "
+            "ask for a cast, or convert the checkpoint first"
+        )
+    carried = any(isinstance(rule, Carried) and rule.name in state for rule in checkpoint.rules)
+    filled = set()
+    for name, tensor in iter_module(checkpoint.rules, checkpoint.tensors, carried=carried):
+        state[name].copy_(tensor)
+        filled.add(name)
+    if filled != state.keys():
+        raise ValueError(f"no rule fills {shorten(state.keys() - filled)}")
+
+
+def _config_file(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, str]:
+    """config.json with another dtype; nothing where it stays as it is."""
+    if dtype == checkpoint.dtype:
+        return {}
+    raw = load_config_dict(checkpoint.path)
+    for key in ("dtype", "torch_dtype"):
+        if key in raw:
+            raw[key] = dtype_name(dtype)
+    return {"config.json": json.dumps(raw, indent=2) + "\n"}
