@@ -170,7 +170,7 @@ def save_checkpoint(
 
 
 def convert_checkpoint(
-    source: Path | str,
+    source: Checkpoint | Path | str,
     out_dir: Path | str,
     *,
     dtype: torch.dtype | None = None,
@@ -183,7 +183,7 @@ def convert_checkpoint(
     again; both must have the source's bits (or those of its cast).
 
     Args:
-        source: checkpoint folder.
+        source: checkpoint folder, or one that is open.
         out_dir: folder to write; not `source`.
         dtype: round to this dtype; None: keep the file's.
         max_shard_size: bytes a file may have; None: the source's division into files.
@@ -196,7 +196,7 @@ def convert_checkpoint(
         ConfigError, UnsupportedError, CheckpointError: the source is not sound, or the folder
             cannot be written.
     """
-    checkpoint = open_checkpoint(source)
+    checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
     if Path(out_dir).resolve() == checkpoint.path.resolve():
         raise CheckpointError(f"{out_dir} is the source itself: give another folder")
     check_round_trip(checkpoint)
