@@ -252,7 +252,8 @@ def _same_tensors(a: Mapping[str, Tensor], b: Mapping[str, Tensor], what: str) -
 
 
 def _same_config(module: nn.Module, checkpoint: Checkpoint) -> None:
-    ours, theirs = module.config.model_dump(), checkpoint.config.model_dump()
+    config: Any = module.config
+    ours, theirs = config.model_dump(), checkpoint.config.model_dump()
     # The dtype may differ: a cast was asked for, or is refused by name later.
     different = [
         f"{field} ({ours.get(field)} and {theirs.get(field)})"

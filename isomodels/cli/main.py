@@ -5,7 +5,6 @@ A mistake of the user's (`IsoError`) ends in its message on stderr and exit code
 
 from typing import Annotated, Any
 
-import click
 import typer
 from typer.core import TyperGroup
 
@@ -19,7 +18,7 @@ from isomodels.errors import IsoError
 class Commands(TyperGroup):
     """Turns an `IsoError` of any command into a message and exit code 2."""
 
-    def invoke(self, ctx: click.Context) -> Any:
+    def invoke(self, ctx: typer.Context) -> Any:
         """Run the command."""
         try:
             return super().invoke(ctx)
