@@ -244,9 +244,9 @@ def to_hf(
     for rule in stored:
         tensors = rule.split(module[rule.name])
         hf.update({source.name: t for source, t in zip(rule.sources, tensors, strict=True)})
-    for rule in rules:
-        if isinstance(rule, Tied) and rule.name in optional:
-            hf[rule.name] = hf[rule.to]
+    for tied in rules:
+        if isinstance(tied, Tied) and tied.name in optional:
+            hf[tied.name] = hf[tied.to]
     return hf
 
 

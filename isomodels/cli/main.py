@@ -18,7 +18,7 @@ from isomodels.errors import IsoError
 class Commands(TyperGroup):
     """Turns an `IsoError` of any command into a message and exit code 2."""
 
-    def invoke(self, ctx: typer.Context) -> Any:
+    def invoke(self, ctx: Any) -> Any:
         """Run the command."""
         try:
             return super().invoke(ctx)
