@@ -54,7 +54,7 @@ class DenseConfig(BaseModel):
     dtype: Literal["float32", "bfloat16"]
 
     hidden_act: Literal["silu"]
-    attention_dropout: Literal[0.0, 0] = 0.0
+    attention_dropout: float = Field(default=0.0, ge=0, le=0)
     use_sliding_window: Literal[False] = False
     layer_types: list[Literal["full_attention"]] | None = None
 

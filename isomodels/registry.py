@@ -17,7 +17,7 @@ FAMILIES = ("dense", "moe", "hybrid")
 
 @dataclass(frozen=True)
 class ArchSpec:
-    """One architecture; the last three are "module:name" strings for `load_object`.
+    """One architecture; `config` to `tiny` are "module:name" strings for `load_object`.
 
     Attributes:
         architecture: HF class name, as in the `architectures` of config.json.
@@ -26,6 +26,8 @@ class ArchSpec:
         config: strict config class.
         model: the PyTorch module.
         weights: function config -> conversion rules.
+        tiny: content of a small config.json, for random checkpoints.
+        transformers: the transformers class that computes the same function, as a reference.
     """
 
     architecture: str
@@ -34,6 +36,8 @@ class ArchSpec:
     config: str
     model: str
     weights: str
+    tiny: str
+    transformers: str
 
 
 @cache

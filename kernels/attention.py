@@ -9,6 +9,9 @@ steps, or where its keys lie. Values are assumed finite.
 Mathematics: Vaswani et al. (2017); grouped heads, Ainslie et al. (2023).
 """
 
+import itertools
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -51,7 +54,7 @@ def attention(
     lse = torch.empty(q.shape[:2], dtype=torch.float32)
     bounds = cu_seqlens.tolist()
     with one_thread():
-        for start, end in zip(bounds[:-1], bounds[1:], strict=True):
+        for start, end in itertools.pairwise(bounds):
             if end > start:
                 rows = slice(start, end)
                 out[rows], lse[rows] = _attend(q[rows], k[rows], v[rows], scale)
@@ -196,9 +199,7 @@ def _attend_tiles(
 
 
 @attention.register_fake
-def _(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     return out, q.new_empty(q.shape[:2], dtype=torch.float32)
 
@@ -220,17 +221,17 @@ def _(k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
     return None
 
 
-def _setup_context(ctx, inputs, output) -> None:
+def _setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
     q, k, v, cu_seqlens, ctx.scale = inputs
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(q, k, v, cu_seqlens, *output)
 
 
-def _backward(ctx, grad: Tensor, _: Tensor):
+def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple:
     q, k, v, cu_seqlens, out, lse = ctx.saved_tensors
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     bounds = cu_seqlens.tolist()
-    for start, end in zip(bounds[:-1], bounds[1:], strict=True):
+    for start, end in itertools.pairwise(bounds):
         rows = slice(start, end)
         dq[rows], dk[rows], dv[rows] = _attend_backward(
             grad[rows], q[rows], k[rows], v[rows], out[rows], lse[rows], ctx.scale

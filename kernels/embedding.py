@@ -1,5 +1,7 @@
 """`isomodels::embedding`: rows of a table, copied bit for bit."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -30,13 +32,13 @@ def _(input_ids: Tensor, weight: Tensor) -> Tensor:
     return weight.new_empty(input_ids.shape[0], weight.shape[1])
 
 
-def _setup_context(ctx, inputs, output) -> None:
+def _setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
     input_ids, weight = inputs
     ctx.save_for_backward(input_ids)
     ctx.weight_shape, ctx.weight_dtype = weight.shape, weight.dtype
 
 
-def _backward(ctx, grad: Tensor):
+def _backward(ctx: Any, grad: Tensor) -> tuple:
     (input_ids,) = ctx.saved_tensors
     # fp32, or a frequent token's gradient stops growing in bf16
     dweight = torch.zeros(ctx.weight_shape, dtype=torch.float32)

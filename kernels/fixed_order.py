@@ -29,8 +29,7 @@ def one_thread() -> Iterator[None]:
     """
     if torch.get_float32_matmul_precision() != "highest":
         raise RuntimeError(
-            "isomodels needs full fp32 products: "
-            'call torch.set_float32_matmul_precision("highest")'
+            'isomodels needs full fp32 products: call torch.set_float32_matmul_precision("highest")'
         )
     threads = torch.get_num_threads()
     _set_num_threads(1)
@@ -41,6 +40,7 @@ def one_thread() -> Iterator[None]:
 
 
 def round_up(n: int, multiple: int) -> int:
+    """The next multiple at or above n."""
     return -(-n // multiple) * multiple
 
 

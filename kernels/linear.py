@@ -1,5 +1,7 @@
 """`isomodels::linear`: y = x W^T + b, sequential over K in fp32, one rounding at the end."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -43,6 +45,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def check_operands(x: Tensor, weight: Tensor) -> None:
+    """Refuse what `linear` cannot take: x [T, K] and weight [N, K] of one supported dtype."""
     if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
         raise ValueError(
             f"linear needs x [T, K] and weight [N, K], got {list(x.shape)} and {list(weight.shape)}"
@@ -59,13 +62,13 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[0])
 
 
-def _setup_context(ctx, inputs, output) -> None:
+def _setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
     x, weight, bias = inputs
     ctx.save_for_backward(x, weight)
     ctx.has_bias = bias is not None
 
 
-def _backward(ctx, grad: Tensor):
+def _backward(ctx: Any, grad: Tensor) -> tuple:
     x, weight = ctx.saved_tensors
     grad = grad.float()  # [T, N]
     dx = (grad @ weight.float()).to(x.dtype) if ctx.needs_input_grad[0] else None  # [T, K]

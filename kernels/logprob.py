@@ -7,6 +7,8 @@ maximum, then sums exponentials over the vocabulary padded with zeros to a multi
 the leaves, each by halving. A logprob is (logit - maximum) - log(sum).
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -147,11 +149,11 @@ def _(
     )
 
 
-def _lm_head_setup(ctx, inputs, output) -> None:
+def _lm_head_setup(ctx: Any, inputs: tuple, output: Any) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def _lm_head_backward(ctx, grad: Tensor):
+def _lm_head_backward(ctx: Any, grad: Tensor) -> tuple:
     return _logits_backward(grad, *ctx.saved_tensors)
 
 
@@ -160,23 +162,23 @@ def _logits_backward(grad: Tensor, hidden: Tensor, weight: Tensor) -> tuple[Tens
     return dhidden, (grad.t() @ hidden.float()).to(weight.dtype)
 
 
-def _normalize_setup(ctx, inputs, output) -> None:
+def _normalize_setup(ctx: Any, inputs: tuple, output: Any) -> None:
     ctx.temperature = inputs[1]
     ctx.save_for_backward(output)
 
 
-def _normalize_backward(ctx, grad: Tensor):
+def _normalize_backward(ctx: Any, grad: Tensor) -> tuple:
     (logprobs,) = ctx.saved_tensors
     return (grad - logprobs.exp() * grad.sum(1, keepdim=True)) / ctx.temperature, None
 
 
-def _token_setup(ctx, inputs, output) -> None:
+def _token_setup(ctx: Any, inputs: tuple, output: Any) -> None:
     hidden, weight, targets, ctx.temperature = inputs
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(hidden, weight, targets, output[1])
 
 
-def _token_backward(ctx, grad: Tensor, _: Tensor):
+def _token_backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple:
     hidden, weight, targets, normalizer = ctx.saved_tensors
     row_max, log_sum = normalizer.unsqueeze(1).unbind(-1)  # [T, 1] each
     # Logits again instead of a second [T, V] tensor kept since the forward.

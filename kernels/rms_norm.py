@@ -4,6 +4,8 @@ Mathematics: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019). 
 one rounding at the end (transformers rounds once more, before the product with the weight).
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -64,9 +66,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 @torch.library.custom_op("isomodels::add_rms_norm", mutates_args=(), device_types="cpu")
-def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Residual add, then RMSNorm of the rounded sum.
 
     Args:
@@ -94,9 +94,7 @@ def _(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, 
     return torch.empty_like(x), torch.empty_like(x)
 
 
-def _norm_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
+def _norm_backward(grad: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(dx [T, N] fp32, dweight [N])."""
     unit, inverse_rms = normalize(x.float(), eps)
     grad = grad.float()
@@ -104,23 +102,23 @@ def _norm_backward(
     return normalize_backward(grad * weight.float(), unit, inverse_rms), dweight
 
 
-def _setup_context(ctx, inputs, output) -> None:
+def _setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
     x, weight, ctx.eps = inputs
     ctx.save_for_backward(x, weight)
 
 
-def _backward(ctx, grad: Tensor):
+def _backward(ctx: Any, grad: Tensor) -> tuple:
     x, weight = ctx.saved_tensors
     dx, dweight = _norm_backward(grad, x, weight, ctx.eps)
     return dx.to(x.dtype), dweight, None
 
 
-def _add_setup_context(ctx, inputs, output) -> None:
+def _add_setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
     _, _, weight, ctx.eps = inputs
     ctx.save_for_backward(output[1], weight)
 
 
-def _add_backward(ctx, grad: Tensor, grad_total: Tensor):
+def _add_backward(ctx: Any, grad: Tensor, grad_total: Tensor) -> tuple:
     total, weight = ctx.saved_tensors
     dx, dweight = _norm_backward(grad, total, weight, ctx.eps)
     dx = (dx + grad_total.float()).to(total.dtype)

@@ -5,6 +5,7 @@ checkpoints use. Norm and rotation in fp32 from an fp32 table, with one rounding
 """
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,12 +84,12 @@ def _(
     return torch.empty_like(x)
 
 
-def _setup_context(ctx, inputs, output) -> None:
+def _setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
     x, positions, table, norm_weight, ctx.eps = inputs
     ctx.save_for_backward(x, positions, table, norm_weight)
 
 
-def _backward(ctx, grad: Tensor):
+def _backward(ctx: Any, grad: Tensor) -> tuple:
     x, positions, table, norm_weight = ctx.saved_tensors
     cos, sin = table[positions].unsqueeze(1).chunk(2, -1)
     grad = _rotate(grad.float(), cos, -sin)

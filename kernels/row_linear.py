@@ -6,6 +6,8 @@ leaves are folded by a balanced binary tree in fp32 and rounded once. A rank of 
 whole subtrees.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -63,11 +65,11 @@ def _(x: Tensor, weight: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[0])
 
 
-def _setup_context(ctx, inputs, output) -> None:
+def _setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def _backward(ctx, grad: Tensor):
+def _backward(ctx: Any, grad: Tensor) -> tuple:
     x, weight = ctx.saved_tensors
     grad = grad.float()  # [T, N]
     dx = (grad @ weight.float()).to(x.dtype) if ctx.needs_input_grad[0] else None  # [T, K]

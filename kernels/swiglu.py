@@ -3,6 +3,8 @@
 Mathematics: Shazeer, "GLU Variants Improve Transformer" (2020).
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -40,11 +42,11 @@ def _(gate_up: Tensor) -> Tensor:
     return gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
 
 
-def _setup_context(ctx, inputs, output) -> None:
+def _setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def _backward(ctx, grad: Tensor) -> Tensor:
+def _backward(ctx: Any, grad: Tensor) -> Tensor:
     (gate_up,) = ctx.saved_tensors
     gate, up = gate_up.float().chunk(2, -1)
     grad = grad.float()

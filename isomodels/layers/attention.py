@@ -1,12 +1,13 @@
 """Grouped-query self-attention over packed sequences or an engine's pages."""
 
-import torch
+from typing import Unpack
+
 from torch import Tensor, nn
 
 from isomodels.batch import Batch
 from isomodels.config import DenseConfig
 from isomodels.kernels.attention import attention, paged_attention, write_kv_cache
-from isomodels.layers.linear import Linear, RowLinear
+from isomodels.layers.linear import Linear, Placed, RowLinear
 from isomodels.layers.rope import Rope
 
 
@@ -39,18 +40,14 @@ class SelfAttention(nn.Module):
         *,
         qkv_bias: bool,
         qk_norm: bool,
-        dtype: torch.dtype,
-        device: torch.device | None = None,
+        **placed: Unpack[Placed],
     ):
         super().__init__()
         self.head_dim = config.head_dim
         self.num_heads = config.num_attention_heads
         self.num_kv_heads = config.num_key_value_heads
         heads = self.num_heads + 2 * self.num_kv_heads
-        placed = {"dtype": dtype, "device": device}
-        self.qkv_proj = Linear(
-            config.hidden_size, heads * self.head_dim, bias=qkv_bias, **placed
-        )
+        self.qkv_proj = Linear(config.hidden_size, heads * self.head_dim, bias=qkv_bias, **placed)
         rope_args = (config.head_dim, config.rope_theta, config.max_position_embeddings)
         norm_eps = config.rms_norm_eps if qk_norm else None
         self.q_norm = Rope(*rope_args, norm_eps=norm_eps, **placed)

@@ -1,15 +1,14 @@
 """The pre-norm decoder that the dense architectures share, and its causal language model."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Unpack
 
-import torch
 from torch import Tensor, nn
 
 from isomodels.batch import Batch
 from isomodels.config import DenseConfig
 from isomodels.layers.attention import SelfAttention
-from isomodels.layers.linear import Embedding, LMHead
+from isomodels.layers.linear import Embedding, LMHead, Placed
 from isomodels.layers.mlp import MLP
 from isomodels.layers.norm import RMSNorm
 
@@ -26,11 +25,9 @@ class DecoderLayer(nn.Module):
         *,
         qkv_bias: bool,
         qk_norm: bool,
-        dtype: torch.dtype,
-        device: torch.device | None = None,
+        **placed: Unpack[Placed],
     ):
         super().__init__()
-        placed: dict[str, Any] = {"dtype": dtype, "device": device}
         hidden, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = RMSNorm(hidden, eps, **placed)
         self.self_attn = SelfAttention(
@@ -58,11 +55,9 @@ class Decoder(nn.Module):
         *,
         qkv_bias: bool,
         qk_norm: bool,
-        dtype: torch.dtype,
-        device: torch.device | None = None,
+        **placed: Unpack[Placed],
     ):
         super().__init__()
-        placed: dict[str, Any] = {"dtype": dtype, "device": device}
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, **placed)
         self.layers = nn.ModuleList(
             DecoderLayer(config, i, qkv_bias=qkv_bias, qk_norm=qk_norm, **placed)
@@ -98,11 +93,9 @@ class CausalLM(nn.Module):
         *,
         qkv_bias: bool,
         qk_norm: bool,
-        dtype: torch.dtype,
-        device: torch.device | None = None,
+        **placed: Unpack[Placed],
     ):
         super().__init__()
-        placed: dict[str, Any] = {"dtype": dtype, "device": device}
         self.config = config
         self.model = Decoder(config, qkv_bias=qkv_bias, qk_norm=qk_norm, **placed)
         self.lm_head = LMHead(
@@ -145,8 +138,6 @@ class CausalLM(nn.Module):
         """Log-softmax of logits / temperature: [T, H] -> [T, V] fp32."""
         return self.lm_head(hidden, self.head_weight, None, temperature)
 
-    def token_logprobs(
-        self, hidden: Tensor, targets: Tensor, temperature: float = 1.0
-    ) -> Tensor:
+    def token_logprobs(self, hidden: Tensor, targets: Tensor, temperature: float = 1.0) -> Tensor:
         """[T, H], targets [T] int64 -> [T] fp32, the bits of `logprobs` at the targets."""
         return self.lm_head(hidden, self.head_weight, targets, temperature)

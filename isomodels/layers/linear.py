@@ -1,5 +1,7 @@
 """Linear layers, embedding and head: parameters around one operation each."""
 
+from typing import NotRequired, TypedDict, Unpack
+
 import torch
 from torch import Tensor, nn
 
@@ -10,9 +12,16 @@ from isomodels.kernels.logprob import lm_head, log_normalize, token_logprobs
 from isomodels.kernels.row_linear import LEAVES, row_linear
 
 
-def parameter(*shape: int, dtype: torch.dtype, device: torch.device | None) -> nn.Parameter:
+class Placed(TypedDict):
+    """Where parameters live; every module takes it as keyword arguments and hands it on."""
+
+    dtype: torch.dtype
+    device: NotRequired[torch.device | None]
+
+
+def parameter(*shape: int, **placed: Unpack[Placed]) -> nn.Parameter:
     """An uninitialised parameter; a checkpoint or a host's initialiser fills it."""
-    return nn.Parameter(torch.empty(*shape, dtype=dtype, device=device))
+    return nn.Parameter(torch.empty(*shape, **placed))
 
 
 class Linear(nn.Module):
@@ -24,12 +33,11 @@ class Linear(nn.Module):
         out_features: int,
         *,
         bias: bool = False,
-        dtype: torch.dtype,
-        device: torch.device | None = None,
+        **placed: Unpack[Placed],
     ):
         super().__init__()
-        self.weight = parameter(out_features, in_features, dtype=dtype, device=device)
-        self.bias = parameter(out_features, dtype=dtype, device=device) if bias else None
+        self.weight = parameter(out_features, in_features, **placed)
+        self.bias = parameter(out_features, **placed) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, K] -> [T, N]."""
@@ -43,9 +51,7 @@ class RowLinear(nn.Module):
         self,
         in_features: int,
         out_features: int,
-        *,
-        dtype: torch.dtype,
-        device: torch.device | None = None,
+        **placed: Unpack[Placed],
     ):
         super().__init__()
         if in_features % LEAVES:
@@ -53,7 +59,7 @@ class RowLinear(nn.Module):
                 f"a row-parallel linear needs an input size divisible by {LEAVES}, "
                 f"got {in_features}"
             )
-        self.weight = parameter(out_features, in_features, dtype=dtype, device=device)
+        self.weight = parameter(out_features, in_features, **placed)
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, K] -> [T, N]."""
@@ -67,12 +73,10 @@ class Embedding(nn.Module):
         self,
         vocab_size: int,
         hidden_size: int,
-        *,
-        dtype: torch.dtype,
-        device: torch.device | None = None,
+        **placed: Unpack[Placed],
     ):
         super().__init__()
-        self.weight = parameter(vocab_size, hidden_size, dtype=dtype, device=device)
+        self.weight = parameter(vocab_size, hidden_size, **placed)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """[T] int64 -> [T, H]."""
@@ -88,13 +92,10 @@ class LMHead(nn.Module):
         vocab_size: int,
         *,
         tied: bool,
-        dtype: torch.dtype,
-        device: torch.device | None = None,
+        **placed: Unpack[Placed],
     ):
         super().__init__()
-        self.weight = (
-            None if tied else parameter(vocab_size, hidden_size, dtype=dtype, device=device)
-        )
+        self.weight = None if tied else parameter(vocab_size, hidden_size, **placed)
 
     def forward(
         self,

@@ -1,10 +1,11 @@
 """The gated feed-forward of the Qwen line."""
 
-import torch
+from typing import Unpack
+
 from torch import Tensor, nn
 
 from isomodels.kernels.swiglu import swiglu
-from isomodels.layers.linear import Linear, RowLinear
+from isomodels.layers.linear import Linear, Placed, RowLinear
 
 
 class SwiGLU(nn.Module):
@@ -22,12 +23,9 @@ class MLP(nn.Module):
         self,
         hidden_size: int,
         intermediate_size: int,
-        *,
-        dtype: torch.dtype,
-        device: torch.device | None = None,
+        **placed: Unpack[Placed],
     ):
         super().__init__()
-        placed = {"dtype": dtype, "device": device}
         self.gate_up_proj = Linear(hidden_size, 2 * intermediate_size, **placed)
         self.act = SwiGLU()
         self.down_proj = RowLinear(intermediate_size, hidden_size, **placed)

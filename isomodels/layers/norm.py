@@ -1,10 +1,11 @@
 """RMSNorm, with the residual add that comes before it in a decoder."""
 
-import torch
+from typing import Unpack
+
 from torch import Tensor, nn
 
 from isomodels.kernels.rms_norm import add_rms_norm, rms_norm
-from isomodels.layers.linear import parameter
+from isomodels.layers.linear import Placed, parameter
 
 
 class RMSNorm(nn.Module):
@@ -14,12 +15,10 @@ class RMSNorm(nn.Module):
         self,
         hidden_size: int,
         eps: float,
-        *,
-        dtype: torch.dtype,
-        device: torch.device | None = None,
+        **placed: Unpack[Placed],
     ):
         super().__init__()
-        self.weight = parameter(hidden_size, dtype=dtype, device=device)
+        self.weight = parameter(hidden_size, **placed)
         self.eps = eps
 
     def forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:

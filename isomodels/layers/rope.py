@@ -1,10 +1,11 @@
 """Rotary positions with optional qk-norm, as a module."""
 
-import torch
+from typing import Unpack
+
 from torch import Tensor, nn
 
 from isomodels.kernels.rope import rope, rope_table
-from isomodels.layers.linear import parameter
+from isomodels.layers.linear import Placed, parameter
 
 
 class Rope(nn.Module):
@@ -20,14 +21,11 @@ class Rope(nn.Module):
         max_positions: int,
         *,
         norm_eps: float | None,
-        dtype: torch.dtype,
-        device: torch.device | None = None,
+        **placed: Unpack[Placed],
     ):
         super().__init__()
         self.table_key = (head_dim, theta, max_positions)
-        self.weight = (
-            None if norm_eps is None else parameter(head_dim, dtype=dtype, device=device)
-        )
+        self.weight = None if norm_eps is None else parameter(head_dim, **placed)
         self.eps = norm_eps or 0.0
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:

@@ -9,4 +9,6 @@ SPEC = ArchSpec(
     config="isomodels.dense.mimo.config:MiMoConfig",
     model="isomodels.dense.mimo.model:MiMoForCausalLM",
     weights="isomodels.dense.mimo.weights:rules",
+    tiny="isomodels.dense.mimo.config:TINY",
+    transformers="Qwen2ForCausalLM",
 )

@@ -21,3 +21,25 @@ class MiMoConfig(DenseConfig):
         if raw.get("head_dim") is None and "hidden_size" in raw and "num_attention_heads" in raw:
             raw["head_dim"] = raw["hidden_size"] // raw["num_attention_heads"]
         return raw
+
+
+TINY = {
+    "architectures": ["MiMoForCausalLM"],
+    "model_type": "mimo",
+    "vocab_size": 1003,
+    "hidden_size": 128,
+    "intermediate_size": 352,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 640000.0,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "attention_bias": True,
+    "num_nextn_predict_layers": 1,
+}

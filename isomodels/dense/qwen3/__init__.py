@@ -9,4 +9,6 @@ SPEC = ArchSpec(
     config="isomodels.dense.qwen3.config:Qwen3Config",
     model="isomodels.dense.qwen3.model:Qwen3ForCausalLM",
     weights="isomodels.dense.qwen3.weights:rules",
+    tiny="isomodels.dense.qwen3.config:TINY",
+    transformers="Qwen3ForCausalLM",
 )

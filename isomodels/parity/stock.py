@@ -1,0 +1,93 @@
+"""What the two sides give without isomodels: vLLM's own class against transformers' own model."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from isomodels.config import DTYPES, read_config
+from isomodels.parity.workload import MAX_MODEL_LEN
+from isomodels.vllm.engine import Engine, Request
+from isomodels.weights_conv.files import read_tensors
+from isomodels.weights_conv.rules import Carried, Tied
+
+
+@dataclass(frozen=True)
+class StockDifference:
+    """Logprobs of the same tokens: how many differ in a bit, and by how much (natural log)."""
+
+    compared: int
+    differ: int
+    mean_abs: float
+    max_abs: float
+
+
+class Stock:
+    """Runs both stock implementations on given tokens, in a process of its own."""
+
+    def compare(
+        self, checkpoint: str, dtype: str, sequences: Sequence[Sequence[int]]
+    ) -> StockDifference:
+        """Score every token of `sequences` with both."""
+        hf = _transformers_logprobs(Path(checkpoint), dtype, sequences)
+        with Engine(
+            checkpoint,
+            dtype=dtype,
+            model_impl="vllm",
+            max_model_len=MAX_MODEL_LEN,
+            skip_tokenizer_init=True,
+        ) as engine:
+            longest = MAX_MODEL_LEN - 1  # vLLM samples at least one token more
+            requests = [Request(s[:longest], prompt_logprobs=True) for s in sequences]
+            results = engine.run(requests)
+        vllm = np.array([x for r in results for x in r.prompt_logprobs or ()], np.float32)
+        kept = np.array([x for row in hf for x in row[: longest - 1]], np.float32)
+        distance = np.abs(vllm.astype(np.float64) - kept)
+        return StockDifference(
+            compared=len(vllm),
+            differ=int((vllm.view(np.int32) != kept.view(np.int32)).sum()),
+            mean_abs=float(distance.mean()),
+            max_abs=float(distance.max()),
+        )
+
+
+@torch.no_grad()
+def _transformers_logprobs(
+    checkpoint: Path, dtype: str, sequences: Sequence[Sequence[int]]
+) -> list[list[float]]:
+    """transformers' model, one sequence at a time, log-softmax in fp32."""
+    model = load_transformers(checkpoint, DTYPES[dtype])
+    rows = []
+    for sequence in sequences:
+        ids = torch.tensor(sequence)
+        logprobs = model(ids[None]).logits[0].float().log_softmax(-1)
+        rows.append(logprobs[:-1].gather(1, ids[1:, None]).squeeze(1).tolist())
+    return rows
+
+
+def load_transformers(checkpoint: Path, dtype: torch.dtype) -> Any:
+    """The transformers model that computes what this checkpoint's architecture computes.
+
+    Tensors that are only carried (MTP) are left out: transformers does not run them either.
+    """
+    import transformers
+
+    from isomodels.registry import load_object
+
+    spec, config = read_config(checkpoint)
+    model_class = getattr(transformers, spec.transformers)
+    raw = json.loads((checkpoint / "config.json").read_text())
+    fields = {k: v for k, v in raw.items() if k not in ("architectures", "model_type")}
+    model = model_class(model_class.config_class(**fields)).to(dtype).eval()
+    hf = read_tensors(checkpoint)
+    rules = load_object(spec.weights)(config)
+    names = {s.name for r in rules if not isinstance(r, Carried | Tied) for s in r.sources}
+    state = {name: hf[name].to(dtype) for name in names}
+    if config.tie_word_embeddings:
+        state["lm_head.weight"] = state["model.embed_tokens.weight"]
+    model.load_state_dict(state, strict=True)
+    return model

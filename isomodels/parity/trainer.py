@@ -1,0 +1,63 @@
+"""The trainer's side of parity, run in a process of its own."""
+
+from collections.abc import Sequence
+
+import torch
+
+from isomodels.batch import Batch
+from isomodels.config import DTYPES
+from isomodels.megatron.trainer import Trainer
+
+Sequences = Sequence[Sequence[int]]
+Logprobs = list[list[float]]  # a Python float holds an fp32 value exactly
+
+
+class ParityTrainer:
+    """A Megatron trainer that answers in plain lists."""
+
+    def __init__(self, checkpoint: str, dtype: str, seed: int, lr: float):
+        self.trainer = Trainer(checkpoint, dtype=DTYPES[dtype], seed=seed, lr=lr, recompute=True)
+
+    def forward(self, sequences: Sequences) -> Logprobs:
+        """Logprobs from the forward pass of a training step, nothing recomputed."""
+        with self.trainer.without_recompute():
+            return _lists(self.trainer.forward_logprobs(sequences))
+
+    def score(self, sequences: Sequences) -> Logprobs:
+        """Logprobs without gradients."""
+        return _lists(self.trainer.score(sequences))
+
+    def recompute(self, sequences: Sequences) -> Logprobs:
+        """Logprobs from layers recomputed in the backward pass."""
+        return _lists(self.trainer.recompute_logprobs(sequences))
+
+    @torch.no_grad()
+    def alone(self, sequences: Sequences) -> Logprobs:
+        """Logprobs of the module outside Megatron, each sequence by itself."""
+        core, rows = self.trainer.core, []
+        for sequence in sequences:
+            ids = torch.tensor(sequence)
+            bounds = torch.tensor([0, len(ids)], dtype=torch.int32)
+            hidden = core(ids, torch.arange(len(ids)), Batch.packed(bounds))
+            rows.append(core.token_logprobs(hidden[:-1], ids[1:]))
+        return _lists(rows)
+
+    def train(self, sequences: Sequences, steps: int) -> list[float]:
+        """Optimizer steps on these sequences; the loss of each."""
+        return [self.trainer.step(sequences).loss for _ in range(steps)]
+
+    def save(self, path: str) -> None:
+        """Write the weights as a Hugging Face checkpoint."""
+        self.trainer.save_hf(path)
+
+    def trace(self, token_ids: Sequence[int]) -> dict[str, str]:
+        """Hash of every operation's output at the last of `token_ids`."""
+        return self.trainer.trace(token_ids, len(token_ids) - 1)
+
+    def close(self) -> None:
+        """Give back the process groups."""
+        self.trainer.close()
+
+
+def _lists(rows: Sequence[torch.Tensor]) -> Logprobs:
+    return [row.tolist() for row in rows]
