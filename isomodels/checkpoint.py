@@ -237,6 +237,9 @@ class _Cast(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         return self.tensors[name].to(self.dtype)
 
+    def __contains__(self, name: object) -> bool:
+        return name in self.tensors  # without reading the tensor
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.tensors)
 

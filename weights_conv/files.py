@@ -61,6 +61,9 @@ class TensorFiles(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         return self._files[self.weight_map[name]].get_tensor(name)
 
+    def __contains__(self, name: object) -> bool:
+        return name in self.weight_map  # without reading the tensor
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.weight_map)
 
@@ -201,6 +204,7 @@ def _compare(path: Path, listed: dict[str, str], files: Mapping[str, Any]) -> No
 
 def _open(file: Path) -> Any:
     try:
+        file.open("rb").close()  # the library takes every failure for an absent file
         return safe_open(file, framework="pt")
     except SafetensorError as error:
         raise CheckpointError(

@@ -108,8 +108,8 @@ def _plan(
     """File name -> tensor names."""
     plan: dict[str, list[str]] = {}
     if source is not None and max_shard_size is None:
-        if source.keys() != tensors.keys():
-            different = source.keys() ^ tensors.keys()
+        different = set(source) ^ set(tensors)
+        if different:
             raise CheckpointError(f"{source.path} has other tensors: {shorten(different)}")
         for name, file in source.weight_map.items():
             plan.setdefault(file, []).append(name)
