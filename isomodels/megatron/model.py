@@ -1,0 +1,341 @@
+"""The Megatron model around one isomodels core. It holds no arithmetic of its own.
+
+Shape suffixes: B batch, S length, T = B * S tokens, H hidden size, V vocabulary.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.tensor_parallel import set_defaults_if_not_set_tensor_model_parallel_attributes
+from megatron.core.transformer.enums import ModelType
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from isomodels.errors import UnsupportedError
+from isomodels.kernels.logprob import log_normalize
+from isomodels.megatron.inputs import read_tokens
+
+
+class OutputLayer(nn.Module):
+    """Megatron's view of the core's head: a submodule that frameworks call or replace.
+
+    It owns no parameter (they stay in the core), so nothing is stored or counted twice.
+    """
+
+    bias = None
+
+    _core: Any
+
+    def __init__(self, core: nn.Module):
+        super().__init__()
+        self.__dict__["_core"] = core  # not a child: the core is registered once, by the model
+
+    @property
+    def weight(self) -> Tensor | None:
+        """[V, H], or None where the embedding is the head (as in Megatron's own layer)."""
+        return self._core.lm_head.weight
+
+    def forward(
+        self,
+        hidden_SBH: Tensor,
+        weight: Tensor | None = None,
+        runtime_gather_output: bool | None = None,
+    ) -> tuple[Tensor, None]:
+        """Logits.
+
+        Args:
+            hidden_SBH: final hidden states.
+            weight: None or the tied embedding; the core knows its head.
+            runtime_gather_output: nothing to gather without tensor parallelism.
+
+        Returns:
+            ([S, B, V] fp32, None).
+        """
+        hidden_TH, size = _flatten(hidden_SBH)
+        return self._core.logits(hidden_TH).view(*size, -1).transpose(0, 1), None
+
+    def token_logprobs(
+        self, hidden_SBH: Tensor, targets_BS: Tensor, temperature: float = 1.0
+    ) -> Tensor:
+        """Logprob of each target, [B, S] fp32, at logits / temperature."""
+        hidden_TH, size = _flatten(hidden_SBH)
+        targets_T = targets_BS.reshape(-1)
+        return self._core.token_logprobs(hidden_TH, targets_T, temperature).view(size)
+
+
+def _flatten(hidden_SBH: Tensor) -> tuple[Tensor, tuple[int, int]]:
+    length, batch, width = hidden_SBH.shape
+    return hidden_SBH.transpose(0, 1).reshape(-1, width), (batch, length)
+
+
+def token_logprobs_processor(
+    *, hidden_states: Tensor, output_layer: OutputLayer, labels: Tensor, context: Any, **_: Any
+) -> Tensor:
+    """An `output_processor` for trainers: logprobs of the labels instead of their loss.
+
+    Args:
+        hidden_states: [S, B, H].
+        output_layer: the model's.
+        labels: [B, S], each a token of the vocabulary.
+        context: `output_processor_context`, a temperature or None for 1.
+
+    Returns:
+        [B, S] fp32.
+    """
+    return output_layer.token_logprobs(hidden_states, labels, 1.0 if context is None else context)
+
+
+class IsoLanguageModel(LanguageModule):
+    """What Megatron's trainers expect of a GPT model, around `core`.
+
+    Args:
+        config: Megatron's `TransformerConfig`, checked by `provider.check_transformer_config`.
+        core: an isomodels model with its weights, dtype `config.params_dtype`.
+        pg_collection: Megatron's process groups; the global ones by default.
+        parallel_output: without tensor parallelism both values mean the same.
+
+    Raises:
+        UnsupportedError: for process groups of more than data parallelism.
+        ValueError: where a tensor of the core is not of `config.params_dtype`.
+    """
+
+    core: Any
+
+    def __init__(
+        self,
+        config: Any,
+        core: Any,
+        pg_collection: Any | None = None,
+        parallel_output: bool = True,
+    ):
+        super().__init__(config=config, pg_collection=pg_collection)
+        self.pre_process = self.post_process = True
+        self.vp_stage = None
+        self.mtp_process = False
+        self.model_type = ModelType.encoder_or_decoder
+        self.parallel_output = parallel_output
+        self.vocab_size: int = core.config.vocab_size
+        self.max_sequence_length: int = core.config.max_position_embeddings
+        self.share_embeddings_and_output_weights: bool = core.config.tie_word_embeddings
+        for name in ("tp", "pp", "cp"):
+            group = getattr(self.pg_collection, name)
+            if group is not None and group.size() > 1:
+                raise UnsupportedError(
+                    f"isomodels trains with data parallelism only; group {name} has "
+                    f"{group.size()} ranks"
+                )
+        self.core = core
+        self.output_layer = OutputLayer(core)
+        self._check_dtypes()
+        self._recomputed = _recomputed_layers(config, core.model.layers)
+        self.setup_embeddings_and_output_layer()
+        for param in self.parameters():
+            set_defaults_if_not_set_tensor_model_parallel_attributes(param)
+
+    def _check_dtypes(self) -> None:
+        for name, tensor in [*self.core.named_parameters(), *self.core.named_buffers()]:
+            if tensor.is_floating_point() and tensor.dtype != self.config.params_dtype:
+                raise ValueError(
+                    f"{name} is {tensor.dtype}, but the model computes in "
+                    f"{self.config.params_dtype}; casting it would change the result"
+                )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "IsoLanguageModel":
+        # Wrappers (Float16Module) and .to() cast every float tensor: none may change its dtype.
+        super()._apply(fn, recurse)
+        self._check_dtypes()
+        return self
+
+    def _set_attention_backend(self) -> None:
+        """Megatron sets Transformer Engine's NVTE_* variables here; this model runs none of it."""
+
+    # Names that trainers, wrappers and checkpoint code look up on a GPT model.
+
+    @property
+    def embedding(self) -> SimpleNamespace:
+        """`embedding.word_embeddings.weight` is the [V, H] table."""
+        return SimpleNamespace(word_embeddings=self.core.model.embed_tokens)
+
+    @property
+    def decoder(self) -> SimpleNamespace:
+        """`decoder.layers[i]` is the i-th layer of the core."""
+        return SimpleNamespace(layers=self.core.model.layers)
+
+    def set_input_tensor(self, input_tensor: Any) -> None:
+        """Takes what a former pipeline stage sent, which here is always nothing."""
+        tensors = input_tensor if isinstance(input_tensor, list | tuple) else [input_tensor]
+        if any(tensor is not None for tensor in tensors):
+            raise UnsupportedError("isomodels does not run pipeline stages yet")
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        decoder_input: Tensor | None = None,
+        labels: Tensor | None = None,
+        inference_context: Any | None = None,
+        packed_seq_params: Any | None = None,
+        extra_block_kwargs: dict[str, Any] | None = None,
+        runtime_gather_output: bool | None = None,
+        *,
+        inference_params: Any | None = None,
+        loss_mask: Tensor | None = None,
+        padding_mask: Tensor | None = None,
+        output_processor: Callable[..., Any] | None = None,
+        output_processor_context: Any | None = None,
+    ) -> Any:
+        """Runs a microbatch; the arguments are those of Megatron's `GPTModel`.
+
+        Args:
+            input_ids: [B, S], or [1, T] with `packed_seq_params`.
+            position_ids: see `inputs.read_tokens`.
+            attention_mask: see `inputs.read_tokens`.
+            labels: [B, S] targets, each in the vocabulary.
+            packed_seq_params: bounds of packed sequences ("thd").
+            runtime_gather_output: without tensor parallelism there is nothing to gather.
+            loss_mask: has no effect here, as in `GPTModel`: the loss is not reduced.
+            output_processor: called with the final hidden states [S, B, H] and the names that
+                `GPTModel` passes; its result is returned. See `token_logprobs_processor`.
+            output_processor_context: passed to it as `context`.
+
+        Returns:
+            Without labels, logits [B, S, V] fp32; with labels, their negative logprobs
+            [B, S] fp32.
+
+        Raises:
+            UnsupportedError: for an argument that cannot be honoured.
+        """
+        _refuse_given(
+            decoder_input=decoder_input,
+            inference_context=inference_context,
+            inference_params=inference_params,
+            extra_block_kwargs=extra_block_kwargs or None,
+            padding_mask=padding_mask,
+        )
+        tokens = read_tokens(
+            input_ids, position_ids, attention_mask, packed_seq_params, self.max_sequence_length
+        )
+        hidden_TH = self.core(
+            tokens.input_ids, tokens.positions, tokens.batch, run_layer=self._run_layer
+        )
+        hidden_SBH = hidden_TH.view(*input_ids.shape, -1).transpose(0, 1)
+        if output_processor is not None:
+            return output_processor(
+                hidden_states=hidden_SBH,
+                output_layer=self.output_layer,
+                output_weight=self._tied_weight(),
+                labels=labels,
+                loss_mask=loss_mask,
+                input_ids=input_ids,
+                position_ids=position_ids,
+                attention_mask=attention_mask,
+                decoder_input=None,
+                inference_context=None,
+                packed_seq_params=packed_seq_params,
+                runtime_gather_output=runtime_gather_output,
+                context=output_processor_context,
+                compute_language_model_loss=self.compute_language_model_loss,
+                scale_logits=lambda logits: logits,
+                config=self.config,
+            )
+        if labels is None:
+            logits_SBV, _ = self.output_layer(
+                hidden_SBH,
+                weight=self._tied_weight(),
+                runtime_gather_output=runtime_gather_output,
+            )
+            return logits_SBV.transpose(0, 1).contiguous()
+        if not isinstance(self.output_layer, OutputLayer):
+            raise UnsupportedError("output_layer was replaced: call the model without labels")
+        return self.output_layer.token_logprobs(hidden_SBH, labels).neg()
+
+    def _tied_weight(self) -> Tensor | None:
+        if not self.share_embeddings_and_output_weights:
+            return None
+        return self.shared_embedding_or_output_weight()
+
+    def _run_layer(self, layer: nn.Module, *args: Any) -> Any:
+        if layer in self._recomputed and self.training and torch.is_grad_enabled():
+            # no dropout anywhere, so there is no random state to replay
+            return checkpoint(layer, *args, use_reentrant=False, preserve_rng_state=False)
+        return layer(*args)
+
+    @contextmanager
+    def without_recompute(self) -> Iterator[None]:
+        """Keep every activation while the context is open."""
+        recomputed, self._recomputed = self._recomputed, set()
+        try:
+            yield
+        finally:
+            self._recomputed = recomputed
+
+    def logprobs(
+        self,
+        input_ids: Tensor,
+        targets: Tensor,
+        packed_seq_params: Any | None = None,
+        temperature: float = 1.0,
+    ) -> Tensor:
+        """Logprob of `targets[i]` after `input_ids[.. i]`, differentiable.
+
+        Args:
+            input_ids: [B, S], or [1, T] with `packed_seq_params`.
+            targets: of the same shape, each in the vocabulary.
+            packed_seq_params: bounds of packed sequences.
+            temperature: logits are divided by it, as the engine's processed logprobs are.
+
+        Returns:
+            [B, S] fp32.
+        """
+        return self(
+            input_ids,
+            labels=targets,
+            packed_seq_params=packed_seq_params,
+            output_processor=token_logprobs_processor,
+            output_processor_context=temperature,
+        )
+
+    def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
+        """Negative logprobs from logits that were already computed.
+
+        Args:
+            labels: [B, S], each in the vocabulary.
+            logits: [S, B, V] fp32.
+
+        Returns:
+            [B, S] fp32, with the bits of the loss that `forward` returns.
+        """
+        logits_TV, size = _flatten(logits)
+        logprobs_TV = log_normalize(logits_TV, 1.0)
+        return logprobs_TV.gather(1, labels.reshape(-1, 1)).view(size).neg()
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> Any:
+        """For `dist_checkpointing`: every tensor of the core under its own name, once."""
+        # LanguageModule's own version expects parameters below `output_layer`.
+        return MegatronModule.sharded_state_dict(self, prefix, sharded_offsets, metadata)
+
+
+def _recomputed_layers(config: Any, layers: nn.ModuleList) -> set[nn.Module]:
+    """The layers whose activations are recomputed in the backward pass."""
+    if config.recompute_granularity is None:
+        return set()
+    if config.recompute_method == "block":
+        return set(layers[: config.recompute_num_layers])
+    return set(layers)
+
+
+def _refuse_given(**arguments: object) -> None:
+    for name, value in arguments.items():
+        if value is not None:
+            raise UnsupportedError(f"isomodels does not support the argument {name} of forward")

@@ -1,0 +1,206 @@
+"""Builds the Megatron model of a checkpoint: the `model_provider` that Megatron's trainers take."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import nn
+
+from isomodels.checkpoint import load_into
+from isomodels.config import read_config
+from isomodels.errors import ConfigError, UnsupportedError
+from isomodels.megatron.model import IsoLanguageModel
+from isomodels.registry import ArchSpec, load_object
+
+# What a TransformerConfig must say of everything that this model does not do. Fields that only
+# choose an implementation of Megatron's own layers (fusions, attention_backend, transformer_impl,
+# cross_entropy_loss_fusion) are free: none of those layers runs.
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "tensor_model_parallel_size": (1,),
+    "pipeline_model_parallel_size": (1,),
+    "virtual_pipeline_model_parallel_size": (None,),
+    "context_parallel_size": (1,),
+    "expert_model_parallel_size": (1,),
+    "expert_tensor_parallel_size": (None, 1),
+    "sequence_parallel": (False,),
+    "fp16": (False,),
+    "fp8": (None,),
+    "fp4": (None,),
+    "enable_autocast": (False,),
+    "quant_recipe": (None,),
+    "hidden_dropout": (0.0,),
+    "attention_dropout": (0.0,),
+    "batch_invariant_mode": (False,),
+    "window_size": (None,),
+    "num_moe_experts": (None,),
+    "mtp_num_layers": (None, 0),
+    "multi_latent_attention": (False,),
+    "experimental_attention_variant": (None,),
+    "softmax_scale": (None,),
+    "softmax_type": ("vanilla",),
+    "rotary_interleaved": (False,),
+    "no_rope_freq": (None,),
+    "mrope_section": (None,),
+    "attention_output_gate": (False,),
+    "qk_l2_norm": (False,),
+    "qk_clip": (False,),
+    "apply_query_key_layer_scaling": (False,),
+    "apply_residual_connection_post_layernorm": (False,),
+    "fp32_residual_connection": (False,),
+    "layernorm_zero_centered_gamma": (False,),
+    "activation_func_clamp_value": (None,),
+    "glu_linear_offset": (0.0,),
+    "use_mup": (False,),
+    "is_hybrid_model": (False,),
+    "heterogeneous_block_specs": (False,),
+    "enable_cuda_graph": (False,),
+    "external_cuda_graph": (False,),
+    "cuda_graph_impl": ("none",),
+    "cpu_offloading": (False,),
+    "fine_grained_activation_offloading": (False,),
+    "distribute_saved_activations": (False, None),
+    "delay_wgrad_compute": (False,),
+    "overlap_moe_expert_parallel_comm": (False,),
+    "init_model_with_meta_device": (False,),
+}
+
+
+def transformer_config(config: Any, **overrides: Any) -> TransformerConfig:
+    """Megatron's configuration of a model.
+
+    Args:
+        config: the strict HF configuration from `isomodels.config.read_config`.
+        overrides: fields of `TransformerConfig` that win over the ones from `config`.
+
+    Raises:
+        ConfigError: for a name that `TransformerConfig` does not have.
+        UnsupportedError: for a value that the model cannot honour.
+    """
+    dtype = overrides.get("params_dtype", config.torch_dtype)
+    fields = {
+        **_architecture_fields(config),
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        **overrides,
+    }
+    unknown = sorted(fields.keys() - TransformerConfig.__dataclass_fields__.keys())
+    if unknown:
+        raise ConfigError(f"TransformerConfig has no field {', '.join(unknown)}")
+    built = TransformerConfig(**fields)
+    check_transformer_config(built, config)
+    return built
+
+
+def _architecture_fields(config: Any) -> dict[str, Any]:
+    """The fields of `TransformerConfig` that the checkpoint decides."""
+    return {
+        "num_layers": config.num_hidden_layers,
+        "hidden_size": config.hidden_size,
+        "ffn_hidden_size": config.intermediate_size,
+        "num_attention_heads": config.num_attention_heads,
+        "num_query_groups": config.num_key_value_heads,
+        "kv_channels": config.head_dim,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": config.rms_norm_eps,
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "add_bias_linear": False,
+        "add_qkv_bias": config.attention_bias,
+    }
+
+
+def check_transformer_config(built: Any, config: Any) -> None:
+    """Refuses a `TransformerConfig` that asks for what the model does not do.
+
+    Args:
+        built: the `TransformerConfig`.
+        config: the strict HF configuration of the checkpoint.
+
+    Raises:
+        ConfigError: where the two describe different models.
+        UnsupportedError: for a feature without equal bits, or not implemented.
+    """
+    for name, expected in _architecture_fields(config).items():
+        value = getattr(built, name)
+        if value != expected:
+            raise ConfigError(f"TransformerConfig.{name} is {value}, the checkpoint has {expected}")
+    for name, allowed in _NEUTRAL.items():
+        value = getattr(built, name, allowed[0])
+        if value not in allowed:
+            raise UnsupportedError(
+                f"isomodels does not support TransformerConfig.{name} = {value!r}; "
+                f"set it to {allowed[0]!r}"
+            )
+    if built.params_dtype not in (torch.float32, torch.bfloat16):
+        raise UnsupportedError(
+            f"isomodels computes in float32 or bfloat16, not {built.params_dtype}"
+        )
+    if built.bf16 and built.params_dtype != torch.bfloat16:
+        raise UnsupportedError("TransformerConfig.bf16 needs params_dtype = torch.bfloat16")
+    _check_recompute(built)
+
+
+def _check_recompute(built: Any) -> None:
+    if built.recompute_granularity is None:
+        return
+    if built.recompute_granularity != "full":
+        raise UnsupportedError(
+            "isomodels recomputes whole layers: set recompute_granularity to 'full'"
+        )
+    if built.recompute_method == "uniform" and built.recompute_num_layers != 1:
+        raise UnsupportedError(
+            "isomodels recomputes layer by layer: set recompute_num_layers to 1, "
+            "or recompute_method to 'block'"
+        )
+
+
+def build_core(spec: ArchSpec, config: Any, dtype: torch.dtype) -> nn.Module:
+    """The isomodels module of an architecture, for training, without weights."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return load_object(spec.model)(config, dtype=dtype, device=device, carry_mtp=True)
+
+
+def model_provider(
+    checkpoint: str | Path, *, load_weights: bool = True, cast: bool = False
+) -> Callable[..., IsoLanguageModel]:
+    """A provider for Megatron's `get_model` and for trainers that take one by path.
+
+    Args:
+        checkpoint: a Hugging Face checkpoint directory.
+        load_weights: read its weights; without, they are whatever memory held.
+        cast: allow a checkpoint of another dtype than `params_dtype`.
+
+    Returns:
+        `provider(pre_process=True, post_process=True, vp_stage=None, config=None,
+        pg_collection=None)`; `config` defaults to `transformer_config` of the checkpoint.
+
+    Raises:
+        ConfigError: for a configuration that cannot be read.
+    """
+    spec, hf_config = read_config(checkpoint)
+
+    def provider(
+        pre_process: bool = True,
+        post_process: bool = True,
+        vp_stage: int | None = None,
+        config: Any | None = None,
+        pg_collection: Any | None = None,
+    ) -> IsoLanguageModel:
+        if not (pre_process and post_process) or vp_stage is not None:
+            raise UnsupportedError("isomodels does not run pipeline stages yet")
+        if config is None:
+            config = transformer_config(hf_config)
+        else:
+            check_transformer_config(config, hf_config)
+        core = build_core(spec, hf_config, config.params_dtype)
+        if load_weights:
+            load_into(core, checkpoint, cast=cast)
+        return IsoLanguageModel(config, core, pg_collection)
+
+    return provider

@@ -1,0 +1,131 @@
+"""Saves and resumes a training with `dist_checkpointing`, also under torch's AdamW.
+
+Without Transformer Engine and Apex, megatron-core uses `torch.optim.AdamW`. Its distributed
+optimizer then cannot be resumed, for three reasons:
+
+* `state_dict` needs a step count, which AdamW has only after its first step, so a fresh optimizer
+  can neither save nor load;
+* the loader looks for a per-parameter `step` that the checkpoint does not hold, and for fp32
+  models writes into views of leaves that require a gradient;
+* the loader gives all parameters one shared `step` tensor, which AdamW then advances once per
+  parameter: training goes on, silently, with a wrong bias correction.
+
+Checked on megatron-core 0.16.1 with torch 2.13.0+cpu.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from isomodels.errors import HostError
+
+# fully_sharded_model_space, Megatron's default, raises on save.
+_OPTIMIZER_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable"}
+
+
+def save(path: str | Path, model: Any, optimizer: Any, steps: int) -> None:
+    """Saves a training into a folder, made if absent; every rank calls it.
+
+    Args:
+        path: the folder.
+        model: the `IsoLanguageModel`, without its wrappers.
+        optimizer: what `get_megatron_optimizer` returned.
+        steps: number of steps done.
+
+    Raises:
+        HostError: in a script whose work is not under `if __name__ == "__main__"`: Megatron
+            starts a helper process, which imports the script again.
+    """
+    from megatron.core import dist_checkpointing
+
+    Path(path).mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    state = _sharded_state(model, optimizer, steps, is_loading=False)
+    try:
+        dist_checkpointing.save(state, str(path))
+    except EOFError as error:
+        raise HostError(
+            "Megatron's helper process could not start: put the work of the script under "
+            'if __name__ == "__main__":'
+        ) from error
+
+
+def load(path: str | Path, model: Any, optimizer: Any) -> int:
+    """Loads what `save` saved into a model and its optimizer.
+
+    Returns:
+        The number of steps done.
+    """
+    from megatron.core import dist_checkpointing
+
+    state = _sharded_state(model, optimizer, 0, is_loading=True)
+    loaded = dist_checkpointing.load(state, str(path))
+    model.load_state_dict(loaded["model"])
+    optimizer.load_state_dict(loaded["optimizer"])
+    return loaded["steps"]
+
+
+def _sharded_state(model: Any, optimizer: Any, steps: int, is_loading: bool) -> dict[str, Any]:
+    weights = model.sharded_state_dict()
+    states = optimizer.sharded_state_dict(
+        weights, is_loading=is_loading, metadata=_OPTIMIZER_FORMAT
+    )
+    return {"model": weights, "optimizer": states, "steps": steps}
+
+
+def repair_torch_adam_resume(optimizer: Any) -> None:
+    """Repairs one optimizer object; call it once, after `get_megatron_optimizer`.
+
+    Changes only methods of the given object, and only where the fault exists: another optimizer,
+    or one over Transformer Engine's or Apex's Adam, is left as it is.
+
+    Args:
+        optimizer: what `get_megatron_optimizer` returned (chained ones included).
+    """
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
+        inner = getattr(one, "optimizer", None)
+        if isinstance(one, DistributedOptimizer) and isinstance(inner, torch.optim.Adam):
+            _repair(one)
+
+
+def _repair(optimizer: Any) -> None:
+    state_dict = optimizer.state_dict
+    load_state_dict = optimizer.load_state_dict
+    set_states = optimizer._set_main_param_and_optimizer_states
+
+    def state_dict_of_started(*args: Any, **kwargs: Any) -> Any:
+        _start(optimizer.optimizer)
+        return state_dict(*args, **kwargs)
+
+    def load_with_own_steps(*args: Any, **kwargs: Any) -> None:
+        _start(optimizer.optimizer)
+        load_state_dict(*args, **kwargs)
+        for state in optimizer.optimizer.state.values():
+            state["step"] = state["step"].clone()
+
+    @torch.no_grad()
+    def set_states_with_step(model_param: Tensor, tensors: dict[str, Tensor]) -> None:
+        group, order = optimizer.model_param_group_index_map[model_param]
+        main_param = optimizer.optimizer.param_groups[group]["params"][order]
+        step = optimizer.optimizer.state[main_param]["step"]
+        set_states(model_param, {"step": step, **tensors})
+
+    optimizer.state_dict = state_dict_of_started
+    optimizer.load_state_dict = load_with_own_steps
+    optimizer._set_main_param_and_optimizer_states = set_states_with_step
+
+
+def _start(adam: torch.optim.Optimizer) -> None:
+    """Gives each parameter the state that AdamW would give it at its first step."""
+    for group in adam.param_groups:
+        for param in group["params"]:
+            state = adam.state[param]
+            if not state:
+                state["step"] = torch.tensor(0.0, dtype=torch.float32)
+                state["exp_avg"] = torch.zeros_like(param)
+                state["exp_avg_sq"] = torch.zeros_like(param)
