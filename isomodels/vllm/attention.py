@@ -91,11 +91,6 @@ class PagedBackend(AttentionBackend):
         """The class that turns a step into a `Batch`."""
         return BatchBuilder
 
-    @classmethod
-    def supports_batch_invariance(cls) -> bool:
-        """Lets VLLM_BATCH_INVARIANT=1 pass; it changes nothing here."""
-        return True
-
 
 class CacheLayer(AttentionLayerBase):
     """The pages of one decoder layer: `kv_cache` is [num_blocks, kv_heads, block_size, 2 * D]."""

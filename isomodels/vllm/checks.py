@@ -9,7 +9,7 @@ from typing import Any
 
 from isomodels.config import read_config
 from isomodels.errors import UnsupportedError
-from isomodels.registry import ArchSpec
+from isomodels.registry import ArchSpec, load_object
 
 # What each mode becomes inside vLLM; see `IsoModelsForCausalLM.compute_logits`.
 _LOGPROBS_MODES = {"raw_logprobs": "raw_logits", "processed_logprobs": "processed_logits"}
@@ -38,7 +38,11 @@ class IsoModelsConfig:
         _refuse_options(vllm_config)
         _, config = read_checkpoint_config(vllm_config.model_config)
         _refuse_mismatch(vllm_config, config)
-        _check_files(vllm_config)
+        # vLLM's "auto" would fall back to pickles.
+        vllm_config.load_config.load_format = "safetensors"
+        path = Path(vllm_config.model_config.model)
+        if path.is_dir():  # before vLLM starts processes; a hub name is checked by `load_weights`
+            check_files(path)
         _set_logprobs_mode(vllm_config)
 
 
@@ -77,6 +81,7 @@ def _refuse_options(vllm_config: Any) -> None:
 
 
 def _device_refusals(vllm_config: Any) -> tuple[tuple[bool, str], ...]:
+    from vllm import envs
     from vllm.platforms import current_platform
 
     return (
@@ -87,6 +92,11 @@ def _device_refusals(vllm_config: Any) -> tuple[tuple[bool, str], ...]:
         (
             bool(vllm_config.use_v2_model_runner),
             "vLLM's V2 model runner was not checked: set VLLM_USE_V2_MODEL_RUNNER=0",
+        ),
+        (
+            bool(envs.VLLM_BATCH_INVARIANT),
+            "VLLM_BATCH_INVARIANT=1 replaces PyTorch operators under the kernels, which are "
+            "batch invariant without it: unset it",
         ),
     )
 
@@ -217,15 +227,19 @@ def _refuse_mismatch(vllm_config: Any, config: Any) -> None:
         )
 
 
-def _check_files(vllm_config: Any) -> None:
-    """A damaged or pickled checkpoint is refused here, before vLLM starts processes."""
-    # vLLM's "auto" would fall back to pickles.
-    vllm_config.load_config.load_format = "safetensors"
-    path = Path(vllm_config.model_config.model)
-    if path.is_dir():
-        from isomodels.weights_conv.files import read_tensors
+def check_files(path: Path) -> None:
+    """Checks a checkpoint folder by its headers: every tensor there, none left over.
 
-        read_tensors(path)
+    Raises:
+        ConfigError, UnsupportedError: config.json is not one isomodels can run.
+        CheckpointError: the weights are damaged, pickled, or do not fit config.json.
+    """
+    from isomodels.weights_conv.files import read_tensors
+    from isomodels.weights_conv.rules import check_tensors
+
+    spec, config = read_config(path)
+    rules = load_object(spec.weights)(config)
+    check_tensors(rules, read_tensors(path).meta(), dtype=config.torch_dtype)
 
 
 def _set_logprobs_mode(vllm_config: Any) -> None:

@@ -193,16 +193,11 @@ class Engine:
         if seed is not None:
             torch.manual_seed(seed)
         self.steps, self._live, self._events = [], {}, {}
-        waiting = sorted(enumerate(requests), key=lambda item: item[1].arrival)
-        results: list[Result] = []
-        while waiting or self._engine.has_unfinished_requests():
-            idle = not self._engine.has_unfinished_requests()
-            while waiting and (waiting[0][1].arrival <= len(self.steps) or idle):
-                self._add(*waiting.pop(0))
-                idle = False
-            for output in self._engine.step():
-                if output.finished:
-                    results += self._collect(output)
+        try:
+            results = list(self._steps_of(requests))
+        except BaseException:
+            self._engine.abort_request([str(i) for i in range(len(requests))])
+            raise
         return sorted(results, key=lambda result: (result.request, result.sample))
 
     def trace(self, token_ids: Sequence[int]) -> dict[str, str]:
@@ -252,6 +247,17 @@ class Engine:
                 f"vLLM built {self.model_class} for model_impl={model_impl!r}: "
                 "is isomodels installed (its entry point vllm.general_plugins)?"
             )
+
+    def _steps_of(self, requests: Sequence[Request]) -> Iterator[Result]:
+        waiting = sorted(enumerate(requests), key=lambda item: item[1].arrival)
+        while waiting or self._engine.has_unfinished_requests():
+            idle = not self._engine.has_unfinished_requests()
+            while waiting and (waiting[0][1].arrival <= len(self.steps) or idle):
+                self._add(*waiting.pop(0))
+                idle = False
+            for output in self._engine.step():
+                if output.finished:
+                    yield from self._collect(output)
 
     def _add(self, index: int, request: Request) -> None:
         from vllm import SamplingParams

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from isomodels.weights_conv.files import read_tensors
+from isomodels.vllm.checks import check_files
 
 
 def reload_weights(llm: Any, path: Path | str) -> None:
@@ -18,9 +18,9 @@ def reload_weights(llm: Any, path: Path | str) -> None:
         path: checkpoint folder.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, or does not fit the running model. The engine
-            then keeps its old weights. (Raised by vLLM as its own error type where the engine
-            runs in another process.)
+        ConfigError, CheckpointError: the checkpoint is damaged, or is of another config than the
+            running model. The engine then keeps its old weights. (What only the engine can find
+            is raised as vLLM's own error type where it runs in another process.)
     """
-    read_tensors(Path(path))
+    check_files(Path(path))
     llm.collective_rpc("reload_weights", kwargs={"weights_path": str(path)})

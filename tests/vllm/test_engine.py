@@ -1,0 +1,220 @@
+"""Every case of the engine gives the bits of one packed forward. Rows: field reports by number."""
+
+import pytest
+import torch
+
+from isomodels.vllm import Engine, Request
+from tests.checkpoints import make_mimo, make_qwen3
+from tests.vllm.support import assert_equal_bits, bits, draw, load_core
+
+BLOCK = 16
+LIMITS = {
+    "max_model_len": 256,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 48,
+    "block_size": BLOCK,
+    "num_gpu_blocks_override": 24,
+}
+CHECKPOINTS = {
+    "qwen3-float32": lambda path: make_qwen3(path, torch.float32, tied=False),
+    "qwen3-bfloat16-tied": lambda path: make_qwen3(path, torch.bfloat16, tied=True),
+    "mimo-bfloat16": lambda path: make_mimo(path, torch.bfloat16),
+}
+
+
+@pytest.fixture(scope="module", params=CHECKPOINTS)
+def pair(request, tmp_path_factory):
+    path = CHECKPOINTS[request.param](tmp_path_factory.mktemp("checkpoint"))
+    core = load_core(path)
+    with Engine(path, dtype=core.config.dtype, **LIMITS) as engine:
+        yield engine, core
+
+
+def fresh(engine: Engine) -> Engine:
+    assert engine.llm.reset_prefix_cache()
+    return engine
+
+
+def test_class_is_ours(pair):
+    assert pair[0].model_class == "isomodels.vllm.model.IsoModelsForCausalLM"
+
+
+def test_row_21_prompt_lengths_around_a_block(pair):
+    """Prompt logprobs used to be misaligned when a prefix of more than a block was cached."""
+    engine, core = pair
+    fresh(engine)
+    for again in range(2):
+        requests = [
+            Request(draw(n, n), max_tokens=3, temperature=0.0, prompt_logprobs=scored)
+            for n in (1, 2, 15, 16, 17, 31, 32, 33)
+            for scored in (True, False)
+        ]
+        results = engine.run(requests, seed=again)
+        assert assert_equal_bits(core, results) > 150
+        hits = [r.num_cached_tokens for r in results if r.prompt_logprobs is None]
+        assert not again or max(hits) == 2 * BLOCK
+
+
+def test_chunked_prefill(pair):
+    engine, core = pair
+    results = fresh(engine).run(
+        [Request(draw(n, n), max_tokens=2, prompt_logprobs=True) for n in (47, 48, 49, 150)]
+    )
+    assert {r.prompt_case() for r in results} == {"engine_prefill", "engine_chunked_prefill"}
+    assert len(results[-1].chunks) > 3
+    assert_equal_bits(core, results)
+
+
+def test_row_22_scored_prompt_equals_prefix_hit(pair):
+    """Requests for prompt logprobs ignore the prefix cache: both ways must give the same bits."""
+    engine, core = pair
+    prompt = draw(70, 22)
+    (first,) = fresh(engine).run([Request(prompt, max_tokens=6, temperature=0.0)])
+    (hit,) = engine.run([Request(prompt, max_tokens=6, temperature=0.0)])
+    whole = [*prompt, *(t.id for t in first.tokens)]
+    (scored,) = engine.run([Request(whole, max_tokens=1, prompt_logprobs=True)])
+    assert first.num_cached_tokens == 0 < hit.num_cached_tokens
+    assert scored.num_cached_tokens == 0
+    decoded = bits([t.logprob for t in first.tokens])
+    assert (decoded == bits([t.logprob for t in hit.tokens])).all()
+    assert (decoded == bits(scored.prompt_logprobs[-6:])).all()
+    assert assert_equal_bits(core, [first, hit, scored])
+
+
+def test_row_15_shared_prefix(pair):
+    """Prompt logprobs of a shared prefix used to differ between two prompts."""
+    engine, core = pair
+    prefix = draw(40, 15)
+    requests = [
+        Request(prefix + draw(n, n), max_tokens=1, prompt_logprobs=True, arrival=i)
+        for i, n in enumerate((1, 9, 60))
+    ]
+    results = fresh(engine).run(requests)
+    for result in results[1:]:
+        shared = [bits(r.prompt_logprobs[:39]) for r in (results[0], result)]
+        assert (shared[0] == shared[1]).all()
+    assert_equal_bits(core, results)
+
+
+@pytest.mark.parametrize("others", [0, 1, 7])
+def test_row_2_alone_and_beside_prefill_and_decode(pair, others):
+    engine, core = pair
+    mine = Request(draw(37, 2), max_tokens=12, temperature=0.0)
+    noise = [Request(draw(5 + 9 * i, i), max_tokens=9, arrival=2 * i) for i in range(others)]
+    results = fresh(engine).run([mine, *noise])
+    mixed = [step for step in engine.steps if step.prefill_rows and step.decode_rows]
+    assert bool(mixed) == (others > 1) or others == 1
+    assert_equal_bits(core, results)
+
+
+def test_preemption(pair):
+    engine, core = pair
+    requests = [Request(draw(40 + i, i), max_tokens=50) for i in range(6)]
+    results = fresh(engine).run(requests, seed=3)
+    assert sum(r.preemptions for r in results) > 0
+    assert sum(step.resumed_requests for step in engine.steps) > 0
+    cases = {r.case(i) for r in results for i in range(len(r.tokens))}
+    assert {"engine_resume", "engine_decode"} <= cases
+    assert assert_equal_bits(core, results) == 6 * 50
+
+
+def test_several_samples_of_one_prompt(pair):
+    engine, core = pair
+    results = fresh(engine).run([Request(draw(50, 4), max_tokens=8, n=4)], seed=4)
+    assert [r.sample for r in results] == [0, 1, 2, 3]
+    assert len({tuple(t.id for t in r.tokens) for r in results}) > 1
+    assert max(r.num_cached_tokens for r in results) == 3 * BLOCK
+    assert_equal_bits(core, results)
+
+
+def test_row_30_sampling_options_leave_the_raw_logprob(pair):
+    """The returned logprob is that of temperature 1, whatever shapes the distribution."""
+    from vllm import SamplingParams
+
+    engine, core = pair
+    params = [
+        SamplingParams(temperature=0.6, top_p=0.5),
+        SamplingParams(temperature=1.5, top_k=3),
+        SamplingParams(min_p=0.2),
+        SamplingParams(temperature=0.7, repetition_penalty=1.3, presence_penalty=0.5),
+        SamplingParams(temperature=0.0, logit_bias={7: 50.0}),
+        SamplingParams(allowed_token_ids=[1, 2, 3]),
+    ]
+    for one in params:
+        one.max_tokens, one.ignore_eos, one.logprobs, one.detokenize = 6, True, 0, False
+    prompt = draw(20, 30)
+    outputs = engine.llm.generate(
+        [{"prompt_token_ids": prompt}] * len(params), params, use_tqdm=False
+    )
+    for output in outputs:
+        (sample,) = output.outputs
+        got = [d[t].logprob for d, t in zip(sample.logprobs, sample.token_ids, strict=True)]
+        (scored,) = engine.run([Request([*prompt, *sample.token_ids], prompt_logprobs=True)])
+        assert (bits(got) == bits(scored.prompt_logprobs[-6:])).all()
+        assert_equal_bits(core, [scored])
+
+
+def test_top_logprobs_are_the_row(pair):
+    """All entries that a request with `logprobs` gets, not only the sampled token's."""
+    from vllm import SamplingParams
+
+    engine, core = pair
+    prompt = draw(9, 5)
+    params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=20, detokenize=False)
+    (output,) = engine.llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
+    entries = output.outputs[0].logprobs[0]
+    row = core.logprobs(_hidden(core, prompt)[-1:])[0]
+    assert len(entries) == 20
+    for token, entry in entries.items():
+        assert bits([entry.logprob]) == bits([row[token].item()])
+
+
+def test_abort(pair):
+    """An aborted request leaves no trace in its neighbours or in those who get its pages."""
+    engine, core = pair
+    llm_engine = fresh(engine).llm.llm_engine
+    engine._live = {}
+    for i in range(3):
+        engine._add(i, Request(draw(30 + i, i), max_tokens=10, temperature=0.0))
+    done = []
+    for step in range(40):
+        done += [o for o in llm_engine.step() if o.finished]
+        if step == 4:
+            llm_engine.abort_request(["1"])
+    assert {o.request_id for o in done} == {"0", "2"}
+    assert not llm_engine.has_unfinished_requests()
+    results = [r for o in done for r in engine._collect(o)]
+    assert assert_equal_bits(core, results) == 20
+    assert_equal_bits(core, engine.run([Request(draw(60, 9), max_tokens=5)]))
+
+
+def test_trace_names_every_operation(pair):
+    """Hashes depend on the token alone, whether its prompt came in one chunk or in several."""
+    engine, core = pair
+    prompt = draw(100, 8)
+    trace = engine.trace(prompt)
+    assert list(trace) == [n for n in trace if n]
+    leaves = {n for n, m in core.named_modules() if not list(m.children())}
+    assert leaves <= set(trace)
+    changed = engine.trace([*prompt[:-1], (prompt[-1] + 1) % 500])
+    assert changed["lm_head"] != trace["lm_head"]
+    assert engine.trace(prompt) == trace
+
+
+def test_sleep_and_wake(pair):
+    """vLLM on CPU keeps everything where it is; what is served afterwards is the same."""
+    engine, core = pair
+    request = Request(draw(40, 6), max_tokens=4, temperature=0.0)
+    (before,) = fresh(engine).run([request])
+    engine.llm.sleep(level=1)
+    engine.llm.wake_up()
+    (after,) = engine.run([request])
+    assert after.tokens == before.tokens
+    assert_equal_bits(core, [after])
+
+
+def _hidden(core, ids):
+    from isomodels.batch import Batch
+
+    cu_seqlens = torch.tensor([0, len(ids)], dtype=torch.int32)
+    return core(torch.tensor(ids), torch.arange(len(ids)), Batch.packed(cu_seqlens))

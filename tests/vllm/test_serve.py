@@ -1,0 +1,188 @@
+"""`vllm serve CHECKPOINT --model-impl isomodels`, over HTTP."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import httpx
+import pytest
+import torch
+
+from isomodels.vllm import Result, Token
+from tests.checkpoints import make_qwen3
+from tests.vllm.support import assert_equal_bits, bits, draw, load_core
+
+SIZES = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128}
+NAME = "tiny"
+OPTIONS = f"""--model-impl isomodels --served-model-name {NAME} --dtype bfloat16 --max-model-len 256
+    --max-num-batched-tokens 64 --block-size 16 --enable-prompt-tokens-details""".split()
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+    "VLLM_SERVER_DEV_MODE": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    root = tmp_path_factory.mktemp("serve")
+    return [make_qwen3(root / str(seed), torch.bfloat16, seed=seed, **SIZES) for seed in (0, 1)]
+
+
+@pytest.fixture(scope="module")
+def server(checkpoints, tmp_path_factory):
+    """(client, log file) of a live server."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    log = tmp_path_factory.mktemp("log") / "serve.log"
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(checkpoints[0])]
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            [*command, "--host", "127.0.0.1", "--port", str(port), *OPTIONS],
+            env={**os.environ, **ENVIRONMENT},
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+            _await_health(client, process, log)
+            yield client, log
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _await_health(client, process, log):
+    deadline = time.monotonic() + 200
+    while time.monotonic() < deadline:
+        assert process.poll() is None, log.read_text()[-3000:]
+        try:
+            if client.get("/health").status_code == 200:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.2)
+    raise TimeoutError(log.read_text()[-3000:])
+
+
+def complete(client, prompt, **fields):
+    body = {"model": NAME, "prompt": prompt, "max_tokens": 8, "logprobs": 0, "ignore_eos": True}
+    body |= {"return_tokens_as_token_ids": True, **fields}
+    response = client.post("/v1/completions", json=body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def results_of(answer, prompt):
+    results = []
+    for choice in answer["choices"]:
+        logprobs = choice["logprobs"]
+        ids = [int(token.removeprefix("token_id:")) for token in logprobs["tokens"]]
+        tokens = [
+            Token(i, value, 0, 0, 0, 0)
+            for i, value in zip(ids, logprobs["token_logprobs"], strict=True)
+        ]
+        result = Result(0, choice["index"], tuple(prompt), tokens)
+        if choice.get("prompt_logprobs"):
+            entries = choice["prompt_logprobs"][1:]
+            result.prompt_logprobs = [
+                entry[str(i)]["logprob"] for entry, i in zip(entries, prompt[1:], strict=True)
+            ]
+        results.append(result)
+    return results
+
+
+def cached_tokens(answer):
+    return (answer["usage"]["prompt_tokens_details"] or {}).get("cached_tokens") or 0
+
+
+def test_class_is_ours(server):
+    assert "Resolved architecture: IsoModelsQwen3ForCausalLM" in server[1].read_text()
+
+
+def test_completions(server, checkpoints):
+    client, _ = server
+    prompt = draw(100, 1)
+    answer = complete(client, prompt, n=3, temperature=0.8, top_p=0.9, prompt_logprobs=0, seed=None)
+    results = results_of(answer, prompt)
+    assert len(results) == 3
+    assert assert_equal_bits(load_core(checkpoints[0]), results) == 3 * (8 + 99)
+
+
+def test_chat_completions(server, checkpoints):
+    client, _ = server
+    body = {
+        "model": NAME,
+        "messages": [{"role": "user", "content": "t1 t2 t3 t4 t5"}],
+        "max_tokens": 5,
+        "logprobs": True,
+        "top_logprobs": 2,
+        "return_token_ids": True,
+        "ignore_eos": True,
+    }
+    answer = client.post("/v1/chat/completions", json=body).json()
+    (choice,) = answer["choices"]
+    values = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+    pairs = zip(choice["token_ids"], values, strict=True)
+    tokens = [Token(i, value, 0, 0, 0, 0) for i, value in pairs]
+    result = Result(0, 0, tuple(answer["prompt_token_ids"]), tokens)
+    assert assert_equal_bits(load_core(checkpoints[0]), [result]) == 5
+
+
+def test_streams_and_abort(server, checkpoints):
+    """A client that hangs up leaves no trace in the next answer."""
+    client, _ = server
+    prompt = draw(80, 2)
+    body = {"model": NAME, "prompt": prompt, "max_tokens": 150, "stream": True}
+    with client.stream("POST", "/v1/completions", json={**body, "ignore_eos": True}) as stream:
+        next(stream.iter_lines())
+    answer = complete(client, prompt, temperature=0.0)
+    assert_equal_bits(load_core(checkpoints[0]), results_of(answer, prompt))
+
+
+def test_reload_over_http(server, checkpoints):
+    """The door of RL trainers: no prefix of the old weights is served afterwards."""
+    client, _ = server
+    prompt = draw(70, 3)
+    cores = [load_core(path) for path in checkpoints]
+    complete(client, prompt, temperature=0.0)
+    hit = complete(client, prompt, temperature=0.0)
+    assert cached_tokens(hit) == 64
+    try:
+        assert reload(client, checkpoints[1]) == 200
+        after = complete(client, prompt, temperature=0.0)
+        assert cached_tokens(after) == 0
+        assert_equal_bits(cores[1], results_of(after, prompt))
+    finally:
+        assert reload(client, checkpoints[0]) == 200
+    assert_equal_bits(cores[0], results_of(hit, prompt))
+    again = complete(client, prompt, temperature=0.0)
+    first, second = (r.tokens for a in (hit, again) for r in results_of(a, prompt))
+    assert (bits([t.logprob for t in first]) == bits([t.logprob for t in second])).all()
+
+
+def test_refused_reload_over_http(server, checkpoints, tmp_path):
+    client, log = server
+    path = make_qwen3(tmp_path, torch.bfloat16, **{**SIZES, "rope_theta": 5})
+    assert reload(client, path) == 500
+    assert "config.json differs from the one the engine started with" in log.read_text()
+    prompt = draw(33, 4)
+    answer = complete(client, prompt, temperature=0.0)
+    assert_equal_bits(load_core(checkpoints[0]), results_of(answer, prompt))
+
+
+def reload(client, path):
+    body = {"method": "reload_weights", "kwargs": {"weights_path": str(path)}}
+    # An answer of 500 ends the connection, so it must not be one that others use.
+    headers = {"Connection": "close"}
+    return client.post("/collective_rpc", json=body, headers=headers).status_code
