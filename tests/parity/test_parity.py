@@ -1,0 +1,94 @@
+"""`isomodels parity` with the real hosts."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from isomodels.parity.cases import CASES
+from isomodels.parity.checkpoints import random_checkpoint
+from isomodels.parity.run import run_parity
+
+ISOMODELS = Path(sys.executable).with_name("isomodels")
+
+
+def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(ISOMODELS), "parity", *arguments], capture_output=True, text=True, check=False
+    )
+
+
+def test_every_case_has_equal_bits(tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    done = _run("--arch", "MiMoForCausalLM", "--dtype", "bfloat16", "--json", str(file))
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(file.read_text())
+    assert report["arch"] == "MiMoForCausalLM"
+    assert report["dtype"] == "bfloat16"
+    assert report["versions"].keys() >= {"torch", "transformers", "vllm", "megatron-core"}
+    assert report["cases"].keys() == set(CASES)
+    for phase in report["phases"].values():
+        for case in CASES:
+            assert phase["cases"][case]["compared"] >= 200
+            assert phase["cases"][case]["differ"] == 0
+        assert phase["engine_counters"]["preemptions"] > 0
+        assert phase["engine_counters"]["cached_tokens"] > 0
+    assert sum(case["compared"] for case in report["cases"].values()) >= 5000
+    assert report["update"]["logprobs_changed"] > 1000
+    # What the project removes is there without it: the comparison is not blind.
+    assert report["stock"]["differ"] > report["stock"]["compared"] / 2
+    assert "Equal bits in every case" in done.stdout
+
+
+def test_one_weight_off_by_one_ulp_is_found_and_named(tmp_path: Path) -> None:
+    trainer = random_checkpoint(tmp_path / "trainer", "Qwen3ForCausalLM", "float32", seed=3)
+    engine = tmp_path / "engine"
+    shutil.copytree(trainer, engine)
+    tensors = load_file(engine / "model.safetensors")
+    changed = tensors["model.layers.1.mlp.down_proj.weight"].view(torch.int32)
+    changed[5, 7] += 1
+    save_file(tensors, engine / "model.safetensors", metadata={"format": "pt"})
+
+    report = run_parity(trainer, engine_checkpoint=engine)
+
+    before, after = report.phases["before_update"], report.phases["after_update"]
+    assert before.tallies["engine_decode"].differ > 0
+    assert before.tallies["trainer_score"].differ == 0
+    assert report.place is not None
+    assert report.place.operation == "model.layers.1.mlp.down_proj"
+    assert any("engine_decode before_update" in fault for fault in report.faults())
+    # The trainer's weights reach the engine with the update, and the difference is gone.
+    assert all(tally.differ == 0 for tally in after.tallies.values())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--arch", "LlamaForCausalLM"), ("LlamaForCausalLM", "Qwen3ForCausalLM")),
+        (("--dtype", "float16"), ("float16", "bfloat16")),
+        (("--device", "cuda"), ("cuda",)),
+        (("--checkpoint", "/nowhere"), ("/nowhere",)),
+        (("--json", "/nowhere/report.json"), ("/nowhere/report.json",)),
+    ],
+)
+def test_bad_input_is_one_sentence_and_exit_code_2(
+    arguments: tuple[str, ...], words: tuple[str, ...]
+) -> None:
+    done = _run(*arguments)
+    assert done.returncode == 2
+    assert len(done.stderr.strip().splitlines()) <= 2
+    assert "Traceback" not in done.stderr
+    for word in words:
+        assert word in done.stderr
+
+
+def test_a_checkpoint_of_another_architecture_than_asked_is_refused(tmp_path: Path) -> None:
+    random_checkpoint(tmp_path / "c", "MiMoForCausalLM", "float32", seed=0)
+    done = _run("--checkpoint", str(tmp_path / "c"), "--arch", "Qwen3ForCausalLM")
+    assert done.returncode == 2
+    assert "MiMoForCausalLM" in done.stderr

@@ -1,0 +1,78 @@
+"""An object in another process: its values, its errors, its end."""
+
+import os
+
+import pytest
+
+from isomodels.errors import CheckpointError, HostError
+from isomodels.parity.remote import Remote
+
+
+class Target:
+    """Runs in the other process."""
+
+    def __init__(self, start: int = 0):
+        if start < 0:
+            raise CheckpointError("no such start")
+        self.value = start
+
+    def add(self, number: int) -> int:
+        self.value += number
+        return self.value
+
+    def refuse(self) -> None:
+        try:
+            raise CheckpointError("a broken file")
+        except CheckpointError as error:
+            raise RuntimeError("the host gave up") from error
+
+    def fail(self) -> None:
+        raise KeyError("lost")
+
+    def die(self) -> None:
+        print("last words", flush=True)
+        os._exit(7)
+
+
+TARGET = "tests.parity.test_remote:Target"
+
+
+@pytest.fixture(autouse=True)
+def _importable(monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(pytestconfig.rootpath))
+
+
+def test_calls_keep_their_order_and_values() -> None:
+    with Remote("target", TARGET, start=2) as remote:
+        remote.submit("add", 3)
+        assert remote.call("add", 5) == 10
+    assert not remote.log.exists()
+
+
+def test_our_errors_arrive_as_they_are() -> None:
+    with (
+        Remote("target", TARGET, start=-1) as remote,
+        pytest.raises(CheckpointError, match="start"),
+    ):
+        remote.result()
+
+
+def test_our_error_is_found_below_a_host_error() -> None:
+    with Remote("target", TARGET) as remote, pytest.raises(CheckpointError, match="a broken file"):
+        remote.call("refuse")
+
+
+def test_other_errors_name_the_log() -> None:
+    with Remote("target", TARGET) as remote, pytest.raises(HostError, match=r"KeyError.*\n.*log"):
+        remote.call("fail")
+    assert "lost" in remote.log.read_text()
+    remote.log.unlink()
+
+
+def test_a_dead_process_is_an_error_with_its_last_words() -> None:
+    with (
+        Remote("target", TARGET) as remote,
+        pytest.raises(HostError, match=r"(?s)exit code 7.*last words"),
+    ):
+        remote.call("die")
+    remote.log.unlink()
