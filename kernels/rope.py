@@ -31,7 +31,9 @@ SCHEDULE = declare(
 
 
 @functools.lru_cache(maxsize=8)
-def rope_table(head_dim: int, theta: float, max_positions: int) -> Tensor:
+def rope_table(
+    head_dim: int, theta: float, max_positions: int, device: torch.device | None = None
+) -> Tensor:
     """Cosines and sines for every position.
 
     Frequencies and angles are rounded to fp32, as in the libraries that trained the checkpoints
@@ -39,13 +41,14 @@ def rope_table(head_dim: int, theta: float, max_positions: int) -> Tensor:
     once. Not a buffer of any module: hosts cast buffers to the model dtype.
 
     Returns:
-        [max_positions, head_dim] fp32 on the CPU; the first half cosines, the second half sines.
+        [max_positions, head_dim] fp32; the first half cosines, the second half sines.
     """
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
     frequencies = 1.0 / theta**exponents  # [D/2]
-    positions = torch.arange(max_positions, dtype=torch.float32)
+    positions = torch.arange(max_positions, dtype=torch.float32, device="cpu")
     angles = (positions[:, None] * frequencies).double()  # [P, D/2]
-    return torch.cat((angles.cos(), angles.sin()), dim=1).float()
+    # Made on the CPU wherever it is used: one table for every device.
+    return torch.cat((angles.cos(), angles.sin()), dim=1).float().to(device)
 
 
 @torch.library.custom_op("isomodels::rope", mutates_args=(), device_types="cpu")

@@ -30,4 +30,4 @@ class Rope(nn.Module):
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         """x [T, heads, D], positions [T] int64 -> [T, heads, D]."""
-        return rope(x, positions, rope_table(*self.table_key), self.weight, self.eps)
+        return rope(x, positions, rope_table(*self.table_key, x.device), self.weight, self.eps)
