@@ -1,0 +1,229 @@
+"""`isomodels check` and `isomodels convert`: answers for people and machines, exit codes."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+import isomodels
+from isomodels.cli.convert import parse_size
+from isomodels.cli.main import app
+from isomodels.errors import UnsupportedError
+from tests.checkpoints import make_mimo, make_qwen3
+from tests.weights.support import edit_config, raw_folder
+
+SIZES = {
+    "vocab_size": 1003,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "head_dim": 16,
+}
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return make_qwen3(tmp_path / "checkpoint", torch.bfloat16, **SIZES)
+
+
+def run(*arguments: object):
+    return CliRunner().invoke(app, [str(a) for a in arguments])
+
+
+def refused(*arguments: object) -> str:
+    """The one message of a command that must end with exit code 2 and touch stdout not."""
+    result = run(*arguments)
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: ")
+    assert len(result.stderr.strip().splitlines()) <= 2
+    assert "Traceback" not in result.stderr
+    return result.stderr
+
+
+def test_version() -> None:
+    result = run("--version")
+    assert result.exit_code == 0
+    assert result.stdout == f"isomodels {isomodels.__version__}\n"
+
+
+@pytest.mark.parametrize("command", ["check", "convert", "parity"])
+def test_every_command_has_help_with_an_example(command: str) -> None:
+    result = run(command, "--help")
+    assert result.exit_code == 0
+    assert f"Example: isomodels {command}" in result.stdout
+    assert command in run().output
+
+
+def test_check_tells_what_it_is(checkpoint: Path) -> None:
+    result = run("check", checkpoint)
+    assert result.exit_code == 0
+    for part in ("Qwen3ForCausalLM (dense), supported", "bfloat16", "2 layers", "25 tensors"):
+        assert part in result.stdout
+
+
+def test_check_json(tmp_path: Path) -> None:
+    path = make_mimo(tmp_path / "m", torch.float32, **SIZES)
+    result = run("check", path, "--json")
+    assert result.exit_code == 0
+    facts = json.loads(result.stdout)
+    hf = load_file(path / "model.safetensors")
+    carried = sum(t.numel() for name, t in hf.items() if "mtp_layers" in name)
+    assert facts == {
+        "supported": True,
+        "path": str(path),
+        "architecture": "MiMoForCausalLM",
+        "family": "dense",
+        "dtype": "float32",
+        "layers": 2,
+        "hidden_size": 64,
+        "vocab_size": 1003,
+        "tied": False,
+        "parameters": sum(t.numel() for t in hf.values()),
+        "carried_parameters": carried,
+        "tensors": len(hf),
+        "files": 1,
+    }
+
+
+def truncate(path: Path) -> None:
+    file = path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-3])
+
+
+def cut_index(path: Path) -> None:
+    tensors = load_file(path / "model.safetensors")
+    (path / "model.safetensors").unlink()
+    save_file(tensors, path / "a.safetensors")
+    weight_map = {**dict.fromkeys(tensors, "a.safetensors"), "model.norm.weight": "b.safetensors"}
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def pickle(path: Path) -> None:
+    torch.save(load_file(path / "model.safetensors"), path / "pytorch_model.bin")
+    (path / "model.safetensors").unlink()
+
+
+def widen_one(path: Path) -> None:
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].float()
+    save_file(tensors, file)
+
+
+BAD = {
+    "truncated": (truncate, "model.safetensors is truncated or damaged"),
+    "missing shard": (cut_index, "names a missing file: b.safetensors"),
+    "pickle": (pickle, "holds pickled weights (pytorch_model.bin)"),
+    "wrong dtype": (widen_one, "bfloat16 expected: model.norm.weight is float32"),
+    "no theta": (lambda p: edit_config(p, rope_theta=None), "rope_theta is missing"),
+    "architecture": (
+        lambda p: edit_config(p, architectures=["GPT2LMHeadModel"]),
+        "unknown architecture 'GPT2LMHeadModel'; isomodels has MiMoForCausalLM, Qwen3ForCausalLM",
+    ),
+    "no config": (lambda p: (p / "config.json").unlink(), "has no config.json"),
+    "unknown field": (lambda p: edit_config(p, alibi=True), "alibi is unknown"),
+    "vocabulary": (
+        lambda p: edit_config(p, vocab_size=1024),
+        "lm_head.weight is [1003, 64] instead of [1024, 64]",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_bad_checkpoints_are_refused(checkpoint: Path, tmp_path: Path, kind: str) -> None:
+    spoil, message = BAD[kind]
+    spoil(checkpoint)
+    assert message in refused("check", checkpoint)
+    assert message in refused("convert", checkpoint, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    result = run("check", checkpoint, "--json")
+    assert result.exit_code == 2
+    answer = json.loads(result.stdout)
+    assert not answer["supported"]
+    assert message in answer["reason"]
+
+
+def test_a_size_that_an_operation_refuses(tmp_path: Path) -> None:
+    path = make_qwen3(tmp_path / "odd", **{**SIZES, "intermediate_size": 130})
+    assert "130" in refused("check", path)
+
+
+def test_check_of_nothing(tmp_path: Path) -> None:
+    assert "there is no folder" in refused("check", tmp_path / "none")
+
+
+def test_convert_reshards(checkpoint: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    result = run("convert", checkpoint, out, "--max-shard-size", "100KB")
+    assert result.exit_code == 0, result.output
+    assert "bit-exact" in result.stdout
+    assert result.stderr == ""
+    assert raw_folder(out) == raw_folder(checkpoint)
+    assert len(list(out.glob("*.safetensors"))) > 2
+    # Back into one file, over an existing checkpoint.
+    result = run("convert", out, tmp_path / "back", "--max-shard-size", "1GB", "--json")
+    assert result.exit_code == 0
+    facts = json.loads(result.stdout)
+    assert (facts["files"], facts["round_trip"], facts["dtype"]) == (1, "bit-exact", "bfloat16")
+    assert run("convert", tmp_path / "back", out).exit_code == 0
+    assert [p.name for p in out.glob("*.safetensors")] == ["model.safetensors"]
+    assert raw_folder(out) == raw_folder(checkpoint)
+
+
+def test_convert_casts(checkpoint: Path, tmp_path: Path) -> None:
+    assert run("convert", checkpoint, tmp_path / "out", "--dtype", "float32").exit_code == 0
+    facts = json.loads(run("check", tmp_path / "out", "--json").stdout)
+    assert facts["dtype"] == "float32"
+
+
+def test_convert_refuses(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    before = raw_folder(checkpoint)
+    for arguments, message in (
+        ((checkpoint,), "is the source itself"),
+        ((checkpoint / "sub",), "lie one in the other"),
+        ((tmp_path / "file",), "is a file"),
+        ((tmp_path / "file" / "below",), "cannot write"),
+        (("/proc/isomodels",), "cannot write /proc/isomodels"),
+        ((tmp_path / "out", "--dtype", "float16"), "choose one of float32, bfloat16"),
+        ((tmp_path / "out", "--max-shard-size", "many"), "write a size such as 2GB"),
+    ):
+        assert message in refused("convert", checkpoint, *arguments)
+    assert raw_folder(checkpoint) == before
+    assert not (tmp_path / "out").exists()
+
+
+def test_sizes() -> None:
+    assert [parse_size(t) for t in ("7", "2KB", "5 GB", "1MiB", "3gib")] == [
+        7,
+        2000,
+        5 * 10**9,
+        2**20,
+        3 * 2**30,
+    ]
+    for text in ("", "0", "-1GB", "1.5GB", "2TB", "GB"):
+        with pytest.raises(UnsupportedError):
+            parse_size(text)
+
+
+def test_the_installed_command(checkpoint: Path, tmp_path: Path) -> None:
+    """As people run it: a process, with its own exit codes."""
+    command = [str(Path(sys.executable).parent / "isomodels")]
+    done = subprocess.run(
+        [*command, "check", str(checkpoint)], capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    failed = subprocess.run(
+        [*command, "check", str(tmp_path)], capture_output=True, text=True, timeout=120
+    )
+    assert (failed.returncode, failed.stdout) == (2, "")
+    assert failed.stderr == (
+        f"error: {tmp_path} has no weights: model.safetensors or model.safetensors.index.json "
+        "is expected\n"
+    )
