@@ -1,0 +1,129 @@
+"""Rows of the benchmark table and how they are timed.
+
+A row is a function that yields `Timing`s, registered with `@row`. Ours and the baseline run in
+turns in one process, each as a CUDA graph over rotated inputs (so that launch gaps and a warm
+cache do not flatter either), and the medians of many replays are compared.
+"""
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+REPLAYS = 25
+COLD_BYTES = 160 * 2**20  # several times the L2: what a rotation must touch before it repeats
+TARGET_MS = 2.0  # how long one replay lasts at least
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One line of the table; times in milliseconds for one call."""
+
+    row: str
+    shape: str
+    baseline: str
+    ours_ms: float
+    baseline_ms: float
+    floor: float
+    spread: float = 0.0
+    note: str = ""
+
+    @property
+    def ratio(self) -> float:
+        """The baseline's time over ours: above 1 is faster than the baseline."""
+        return self.baseline_ms / self.ours_ms
+
+
+Row = Callable[[], Iterator[Timing]]
+ROWS: dict[str, tuple[Row, str]] = {}
+
+
+def row(name: str, test: str) -> Callable[[Row], Row]:
+    """Register a row; `test` is the pytest file (marker gpu) that must pass before it is timed."""
+
+    def register(function: Row) -> Row:
+        ROWS[name] = (function, test)
+        return function
+
+    return register
+
+
+def copies(bytes_per_call: int, most: int = 64) -> int:
+    """How many sets of inputs to rotate so that each call finds its inputs outside the cache."""
+    return max(1, min(most, -(-COLD_BYTES // max(bytes_per_call, 1))))
+
+
+Calls = Sequence[Callable[[], object]]
+
+
+def time_ms(*contestants: Calls, replays: int = REPLAYS) -> list[tuple[float, float]]:
+    """Median milliseconds of one call and relative spread (p80 - p20), for each contestant.
+
+    A contestant is a list of calls that do the same work on different inputs.
+    """
+    graphs = [_capture(calls) for calls in contestants]
+    samples: list[list[float]] = [[] for _ in graphs]
+    for _ in range(replays):
+        for (graph, count), times in zip(graphs, samples, strict=True):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end) / count)
+    return [_summary(times) for times in samples]
+
+
+def _capture(calls: Calls) -> tuple[torch.cuda.CUDAGraph, int]:
+    for call in calls:
+        call()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for call in calls:
+        call()
+    end.record()
+    end.synchronize()
+    rounds = max(1, min(50, round(TARGET_MS / max(begin.elapsed_time(end), 1e-3))))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(rounds):
+            for call in calls:
+                call()
+    graph.replay()
+    torch.cuda.synchronize()
+    return graph, rounds * len(calls)
+
+
+def _summary(times: list[float]) -> tuple[float, float]:
+    times = sorted(times)
+    median = statistics.median(times)
+    return median, (times[len(times) * 4 // 5] - times[len(times) // 5]) / median
+
+
+_bandwidth: list[float] = []
+
+
+def bandwidth() -> float:
+    """Bytes per millisecond of a large copy, read plus written, measured once in this process."""
+    if not _bandwidth:
+        source = torch.randn(2**29, device="cuda")
+        target = torch.empty_like(source)
+        ((ms, _),) = time_ms([lambda: target.copy_(source)])
+        _bandwidth.append(2 * source.nbytes / ms)
+    return _bandwidth[0]
+
+
+def against_bandwidth(name: str, shape: str, calls: Calls, moved: int, floor: float) -> Timing:
+    """A memory-bound row: the baseline is the time a copy would take for the same bytes."""
+    baseline = moved / bandwidth()
+    ((ms, spread),) = time_ms(calls)
+    return Timing(name, shape, "measured memory bandwidth", ms, baseline, floor, spread)
+
+
+def against(
+    name: str, shape: str, baseline: str, ours: Calls, theirs: Calls, floor: float
+) -> Timing:
+    """A row against another implementation, timed in turns."""
+    (ms, spread), (other, other_spread) = time_ms(ours, theirs)
+    return Timing(name, shape, baseline, ms, other, floor, max(spread, other_spread))
