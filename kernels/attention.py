@@ -69,6 +69,8 @@ def paged_attention(
     cu_seqlens_q: Tensor,
     seq_lens: Tensor,
     scale: float,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
 ) -> Tensor:
     """Causal attention of the newest tokens of each sequence over its cached keys and values.
 
@@ -80,6 +82,8 @@ def paged_attention(
         cu_seqlens_q: [num_seqs + 1] int32 bounds of the new tokens in the token axis.
         seq_lens: [num_seqs] int32 lengths including the new tokens.
         scale: factor of the scores.
+        max_seqlen_q, max_seqlen_k: upper bounds of the new tokens and of the length of a
+            sequence, known to the host: they size launches and cannot move a bit.
 
     Returns:
         [T, num_heads, head_dim] in the dtype of `q`.
@@ -212,6 +216,8 @@ def _(
     cu_seqlens_q: Tensor,
     seq_lens: Tensor,
     scale: float,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
 ) -> Tensor:
     return torch.empty_like(q, memory_format=torch.contiguous_format)
 

@@ -26,7 +26,14 @@ class AttentionCore(nn.Module):
         kv_cache = batch.paged.caches[self.layer_index]
         write_kv_cache(k, v, kv_cache, batch.paged.slot_mapping)
         return paged_attention(
-            q, kv_cache, batch.paged.block_table, batch.cu_seqlens_q, batch.seq_lens, self.scale
+            q,
+            kv_cache,
+            batch.paged.block_table,
+            batch.cu_seqlens_q,
+            batch.seq_lens,
+            self.scale,
+            batch.max_seqlen_q,
+            batch.max_seqlen_k,
         )
 
 
