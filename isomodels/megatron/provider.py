@@ -81,7 +81,7 @@ def transformer_config(config: Any, **overrides: Any) -> TransformerConfig:
     """
     dtype = overrides.get("params_dtype", config.torch_dtype)
     fields = {
-        **_architecture_fields(config),
+        **architecture_fields(config),
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "params_dtype": dtype,
@@ -97,7 +97,7 @@ def transformer_config(config: Any, **overrides: Any) -> TransformerConfig:
     return built
 
 
-def _architecture_fields(config: Any) -> dict[str, Any]:
+def architecture_fields(config: Any) -> dict[str, Any]:
     """The fields of `TransformerConfig` that the checkpoint decides."""
     return {
         "num_layers": config.num_hidden_layers,
@@ -126,7 +126,7 @@ def check_transformer_config(built: Any, config: Any) -> None:
         ConfigError: where the two describe different models.
         UnsupportedError: for a feature without equal bits, or not implemented.
     """
-    for name, expected in _architecture_fields(config).items():
+    for name, expected in architecture_fields(config).items():
         value = getattr(built, name)
         if value != expected:
             raise ConfigError(f"TransformerConfig.{name} is {value}, the checkpoint has {expected}")

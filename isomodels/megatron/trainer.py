@@ -158,6 +158,10 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
 
+    def _pack(self, sequences: Sequence[Sequence[int]]) -> list[Pack]:
+        device = next(self.core.parameters()).device
+        return pack(sequences, self.max_tokens, device)
+
     # Scoring
 
     def score(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[Tensor]:
@@ -170,7 +174,7 @@ class Trainer:
         Returns:
             For each sequence of n tokens, [n - 1] fp32: token i + 1 given tokens 0 to i.
         """
-        packs = pack(sequences, self.max_tokens)
+        packs = self._pack(sequences)
         self.ddp.eval()
         with torch.no_grad():
             rows = self._run(packs, forward_only=True, temperature=temperature)
@@ -181,7 +185,7 @@ class Trainer:
         self, sequences: Sequence[Sequence[int]], temperature: float = 1.0
     ) -> list[Tensor]:
         """Like `score`, from the forward pass of a training step (its gradients are dropped)."""
-        packs = pack(sequences, self.max_tokens)
+        packs = self._pack(sequences)
         rows = self._run(packs, temperature=temperature)
         self._drop_gradients()
         return _unpack(packs, rows)
@@ -199,7 +203,7 @@ class Trainer:
         """
         if not self.recompute:
             raise HostError("recompute_logprobs needs Trainer(..., recompute=True)")
-        packs = pack(sequences, self.max_tokens)
+        packs = self._pack(sequences)
         layers = list(self.core.model.layers)
         outputs: dict[nn.Module, list[Any]] = {layer: [] for layer in layers}
 
@@ -254,7 +258,7 @@ class Trainer:
         def logprobs(*, hidden_states: Tensor, **_: Any) -> Tensor:
             return self.core.logprobs(hidden_states.squeeze(1))  # [S, 1, H] -> [S, V]
 
-        (one,) = pack([token_ids], self.max_tokens)
+        (one,) = self._pack([token_ids])
         with trace_rows(self.core, position) as hashes:
             self.ddp(
                 one.input_ids, None, None, packed_seq_params=one.params, output_processor=logprobs
@@ -280,7 +284,7 @@ class Trainer:
         packs = [
             one
             for start in range(0, len(sequences), per_batch)
-            for one in pack(sequences[start : start + per_batch], self.max_tokens)
+            for one in self._pack(sequences[start : start + per_batch])
         ]
         self._drop_gradients()
         rows = self._run(packs)

@@ -1,0 +1,118 @@
+"""Megatron-Bridge: provider, strict loading, export, and the stock bridge left alone."""
+
+import pytest
+import torch
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+pytest.importorskip("megatron.bridge", reason="megatron-bridge is not installed")
+
+import transformers
+from megatron.bridge import AutoBridge
+from megatron.bridge.models.conversion.model_bridge import get_model_bridge
+from megatron.core.distributed import DistributedDataParallelConfig
+from safetensors.torch import load_file, save_file
+
+from isomodels.errors import CheckpointError, ConfigError, UnsupportedError
+from isomodels.megatron import IsoLanguageModel, Trainer
+from isomodels.megatron.packing import pack
+from isomodels.megatron.process import start_process, stop_process
+from tests.megatron.bits import assert_same_bits
+from tests.megatron.conftest import DTYPES
+
+STOCK = get_model_bridge._exact_types[transformers.Qwen3ForCausalLM]
+
+from isomodels.megatron.bridge import IsoBridge, iso_bridge  # noqa: E402 (after the look above)
+
+
+@pytest.fixture
+def megatron():
+    start_process()
+    yield
+    stop_process()
+
+
+def test_the_stock_bridge_is_left_alone(checkpoint):
+    assert get_model_bridge._exact_types[transformers.Qwen3ForCausalLM] is STOCK
+    path = checkpoint("qwen3", "fp32")
+    assert not isinstance(AutoBridge.from_hf_pretrained(path)._model_bridge, IsoBridge)
+    assert isinstance(iso_bridge(path)._model_bridge, IsoBridge)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("qwen3", "fp32"), ("qwen3_tied", "bf16"), ("qwen3", "bf16")]
+)
+def test_model_through_the_bridge(checkpoint, sequences, tmp_path, kind, dtype):
+    path = checkpoint(kind, dtype)
+    with Trainer(path, dtype=DTYPES[dtype]) as trainer:
+        expected = trainer.score(sequences[2:3])[0]
+    start_process()
+    try:
+        bridge = iso_bridge(path)
+        provider = bridge.to_megatron_provider()
+        provider.finalize()
+        (model,) = provider.provide_distributed_model(
+            ddp_config=DistributedDataParallelConfig(), bf16=dtype == "bf16"
+        )
+        inner = model.module.module if dtype == "bf16" else model.module
+        assert isinstance(inner, IsoLanguageModel)
+        (one,) = pack(sequences[2:3], 100)
+        loss = model(one.input_ids, None, None, labels=one.targets, packed_seq_params=one.params)
+        assert_same_bits(loss[0, :-1].neg(), expected)
+
+        exported = dict(bridge.export_hf_weights([model], cpu=True, show_progress=False))
+        original = load_file(path / "model.safetensors")
+        assert exported.keys() == original.keys()
+        for name, tensor in original.items():
+            assert_same_bits(exported[name], tensor, name)
+
+        bridge.save_hf_pretrained([model], tmp_path / "saved")
+        saved = load_file(tmp_path / "saved" / "model.safetensors")
+        assert saved.keys() == original.keys()
+        for name, tensor in original.items():
+            assert_same_bits(saved[name], tensor, name)
+        assert (tmp_path / "saved/config.json").read_text() == (path / "config.json").read_text()
+        plain = AutoBridge.from_hf_pretrained(path, architectures=["IsoQwen3ForCausalLM"])
+        with pytest.raises(NotImplementedError):
+            plain.save_hf_pretrained([model], tmp_path / "other")
+    finally:
+        stop_process()
+
+
+def test_refusals(checkpoint):
+    path = checkpoint("qwen3", "fp32")
+    for change, message in (
+        ({"tensor_model_parallel_size": 2}, "tensor_model_parallel_size"),
+        ({"should_pad_vocab": True}, "pad the vocabulary"),
+        ({"seq_length": 4096}, "max_position_embeddings"),
+        ({"params_dtype": torch.bfloat16}, "set cast to True"),
+    ):
+        provider = iso_bridge(path).to_megatron_provider()
+        with pytest.raises(UnsupportedError, match=message):
+            provider.apply_overrides_and_finalize(overrides=change)
+    provider = iso_bridge(path).to_megatron_provider()
+    with pytest.raises(ConfigError, match="num_layers"):
+        provider.apply_overrides_and_finalize(overrides={"num_layers": 7})
+    with pytest.raises(UnsupportedError, match="model_provider"):
+        iso_bridge(checkpoint("mimo", "fp32"))
+
+
+def test_cast_is_asked_for(checkpoint, megatron):
+    provider = iso_bridge(checkpoint("qwen3", "fp32")).to_megatron_provider()
+    provider.apply_overrides_and_finalize(dtype=torch.bfloat16, overrides={"cast": True})
+    (model,) = provider.provide_distributed_model(wrap_with_ddp=False, bf16=True)
+    original = load_file(checkpoint("qwen3", "fp32") / "model.safetensors")
+    weight = model.module.core.model.layers[0].mlp.down_proj.weight
+    assert_same_bits(weight, original["model.layers.0.mlp.down_proj.weight"].bfloat16())
+
+
+def test_a_left_over_tensor_is_an_error(tmp_path, megatron):
+    from tests.checkpoints import make_qwen3
+
+    path = make_qwen3(tmp_path / "more")
+    tensors = load_file(path / "model.safetensors")
+    tensors["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(128)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    provider = iso_bridge(path).to_megatron_provider()
+    provider.finalize()
+    with pytest.raises(CheckpointError, match="left over"):
+        provider.provide_distributed_model(wrap_with_ddp=False, bf16=False)
