@@ -1,12 +1,18 @@
 """Starts and stops Megatron's process groups in this process."""
 
 import os
+from functools import cache
+from itertools import count
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from isomodels.errors import HostError
+
+_starts = count()
 
 
 def start_process() -> None:
@@ -28,12 +34,19 @@ def start_process() -> None:
 
         cpu_redirect.install()
         backend = "gloo"
-    if "RANK" in os.environ:
-        dist.init_process_group(backend)
-    else:
-        alone = torch._C._distributed_c10d.HashStore()
-        dist.init_process_group(backend, store=alone, rank=0, world_size=1)
+    store, rank, ranks = _rendezvous()
+    # a prefix of its own: a second start would read the addresses that the first one left
+    own = PrefixStore(f"isomodels/{next(_starts)}", store)
+    dist.init_process_group(backend, store=own, rank=rank, world_size=ranks)
     parallel_state.initialize_model_parallel()
+
+
+@cache
+def _rendezvous() -> tuple[Store, int, int]:
+    """(store, rank, number of ranks)."""
+    if "RANK" not in os.environ:
+        return HashStore(), 0, 1
+    return next(rendezvous("env://"))
 
 
 def stop_process() -> None:

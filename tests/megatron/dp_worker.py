@@ -10,10 +10,10 @@ import torch
 from isomodels.megatron import Trainer
 
 
-def work(job: dict, rank: int, ranks: int) -> None:
-    out = Path(job["out"])
+def work(job: dict, overlap: bool, rank: int, ranks: int) -> None:
+    out = Path(job["out"]) / str(overlap)
     with Trainer(
-        job["checkpoint"], dtype=torch.bfloat16, clip_grad=0.0, lr=3e-3, overlap=job["overlap"]
+        job["checkpoint"], dtype=torch.bfloat16, clip_grad=0.0, lr=3e-3, overlap=overlap
     ) as trainer:
         share = job["batch"] if ranks == 1 else job["batch"][2 * rank : 2 * rank + 2]
         for _ in range(2):
@@ -25,4 +25,5 @@ def work(job: dict, rank: int, ranks: int) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    work(json.loads(sys.argv[1]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+    for overlap in (False, True):
+        work(json.loads(sys.argv[1]), overlap, int(os.environ["RANK"]), 2)
