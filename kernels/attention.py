@@ -134,7 +134,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tens
     q_rows = q.float().view(n, num_kv_heads, group, head_dim).transpose(0, 1)
     q_rows = q_rows.reshape(num_kv_heads, n * group, head_dim)
     num_rows = round_up(n * group, TILE_ROWS)
-    q_tiles = torch.zeros(num_kv_heads, num_rows, head_dim)
+    q_tiles = torch.zeros(num_kv_heads, num_rows, head_dim, dtype=torch.float32)
     q_tiles[:, : n * group] = q_rows
     q_tiles = q_tiles.view(num_kv_heads, -1, TILE_ROWS, head_dim)
     k_blocks, v_blocks = _blocks(k), _blocks(v)
@@ -144,7 +144,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tens
     positions = (first_position + tokens).view(-1, TILE_ROWS)  # [tiles, 16]
 
     out = torch.empty_like(q_tiles)
-    lse = torch.empty(q_tiles.shape[:3])
+    lse = torch.empty(q_tiles.shape[:3], dtype=torch.float32)
     for head in range(num_kv_heads):
         for start in range(0, len(positions), _TILES_AT_ONCE):
             tiles = slice(start, start + _TILES_AT_ONCE)
@@ -162,7 +162,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tens
 def _blocks(x: Tensor) -> Tensor:
     """[L, kv_heads, D] -> [kv_heads, blocks, KV_BLOCK, D] fp32, zeros past L."""
     length, num_kv_heads, head_dim = x.shape
-    out = torch.zeros(num_kv_heads, round_up(length, KV_BLOCK), head_dim)
+    out = torch.zeros(num_kv_heads, round_up(length, KV_BLOCK), head_dim, dtype=torch.float32)
     out[:, :length] = x.transpose(0, 1)
     return out.view(num_kv_heads, -1, KV_BLOCK, head_dim)
 
@@ -177,7 +177,7 @@ def _attend_tiles(
     """
     blocks_of_tile = (positions[:, -1] // KV_BLOCK + 1).tolist()
     num_blocks = max(blocks_of_tile)
-    scores = torch.zeros(num_blocks, len(q), TILE_ROWS, KV_BLOCK)
+    scores = torch.zeros(num_blocks, len(q), TILE_ROWS, KV_BLOCK, dtype=torch.float32)
     for tile, q_tile in enumerate(q.unbind()):
         for block in range(blocks_of_tile[tile]):
             torch.mm(q_tile, k[block].t(), out=scores[block, tile])
@@ -190,8 +190,8 @@ def _attend_tiles(
     block_sums = fold_sum(weights)  # [blocks, tiles, 16]
 
     # From +0 a sum never becomes -0, so blocks past a row's end (weights 0) leave it as it is.
-    total = torch.zeros(len(q), TILE_ROWS)
-    out = torch.zeros(len(q), TILE_ROWS, q.shape[-1])
+    total = torch.zeros(len(q), TILE_ROWS, dtype=torch.float32)
+    out = torch.zeros(len(q), TILE_ROWS, q.shape[-1], dtype=torch.float32)
     for block in range(num_blocks):
         total = total + block_sums[block]
         product = torch.zeros_like(out)

@@ -24,7 +24,8 @@ def embedding(input_ids: Tensor, weight: Tensor) -> Tensor:
     Raises:
         IndexError: for an id outside the vocabulary.
     """
-    return weight[input_ids]
+    # Not weight[input_ids]: that takes -1 for the last row.
+    return torch.nn.functional.embedding(input_ids, weight)
 
 
 @embedding.register_fake

@@ -72,7 +72,8 @@ def matmul_nt(x: Tensor, w: Tensor) -> Tensor:
         return torch.zeros(m, n, dtype=torch.float32)
     x_tiles = pad_rows(x, TILE_ROWS).view(-1, TILE_ROWS, k)
     w_tiles = pad_rows(w, TILE_COLUMNS).view(-1, TILE_COLUMNS, k).transpose(1, 2)
-    out = torch.empty(len(x_tiles), len(w_tiles), TILE_ROWS, TILE_COLUMNS)
+    shape = (len(x_tiles), len(w_tiles), TILE_ROWS, TILE_COLUMNS)
+    out = torch.empty(shape, dtype=torch.float32)  # hosts change the default dtype
     for column, w_tile in enumerate(w_tiles.unbind()):
         for x_tile, out_tile in zip(x_tiles.unbind(), out[:, column].unbind(), strict=True):
             torch.mm(x_tile, w_tile, out=out_tile)

@@ -121,9 +121,10 @@ def _normalizer(logits: Tensor) -> tuple[Tensor, Tensor]:
     """[T, V] fp32 -> (row maximum [T, 1], log of the sum of exponentials above it [T, 1])."""
     rows, vocab_size = logits.shape
     row_max = logits.amax(1, keepdim=True)  # exact in any order
-    exponentials = torch.zeros(rows, round_up(vocab_size, VOCAB_ALIGNMENT))
+    padded = round_up(vocab_size, VOCAB_ALIGNMENT)
+    exponentials = torch.zeros(rows, padded, dtype=torch.float32)
     exponentials[:, :vocab_size] = torch.exp(logits - row_max)
-    blocks = exponentials.view(rows, VOCAB_LEAVES, -1, VOCAB_BLOCK)
+    blocks = exponentials.view(rows, VOCAB_LEAVES, padded // VOCAB_ALIGNMENT, VOCAB_BLOCK)
     total = fold_sum(fold_sum(fold_sum(blocks)))  # [T, leaves, blocks] -> [T, leaves] -> [T]
     return row_max, torch.log(total).unsqueeze(1)
 

@@ -43,12 +43,14 @@ def rope_table(
     Returns:
         [max_positions, head_dim] fp32; the first half cosines, the second half sines.
     """
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
-    frequencies = 1.0 / theta**exponents  # [D/2]
-    positions = torch.arange(max_positions, dtype=torch.float32, device="cpu")
-    angles = (positions[:, None] * frequencies).double()  # [P, D/2]
-    # Made on the CPU wherever it is used: one table for every device.
-    return torch.cat((angles.cos(), angles.sin()), dim=1).float().to(device)
+    # A table first made while scoring in inference mode must serve training later.
+    with one_thread(), torch.inference_mode(False):
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
+        frequencies = 1.0 / theta**exponents  # [D/2]
+        positions = torch.arange(max_positions, dtype=torch.float32, device="cpu")
+        angles = (positions[:, None] * frequencies).double()  # [P, D/2]
+        # Made on the CPU wherever it is used: one table for every device.
+        return torch.cat((angles.cos(), angles.sin()), dim=1).float().to(device)
 
 
 @torch.library.custom_op("isomodels::rope", mutates_args=(), device_types="cpu")
@@ -71,7 +73,9 @@ def rope(
         unit = x.float()
         if norm_weight is not None:
             unit = normalize(unit, eps)[0] * norm_weight.float()
-        cos, sin = table[positions].unsqueeze(1).chunk(2, -1)  # [T, 1, D/2]
+        # Not table[positions]: that takes -1 for the last position.
+        rows = torch.nn.functional.embedding(positions, table)
+        cos, sin = rows.unsqueeze(1).chunk(2, -1)  # [T, 1, D/2]
         return _rotate(unit, cos, sin).to(x.dtype, copy=True)
 
 
