@@ -1,0 +1,151 @@
+"""State of the process that a host may change around an operation: no bit may follow it."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+
+from isomodels.kernels.attention import attention, paged_attention, write_kv_cache
+from isomodels.kernels.embedding import embedding
+from isomodels.kernels.linear import linear
+from isomodels.kernels.logprob import lm_head, log_normalize, token_logprobs
+from isomodels.kernels.rms_norm import add_rms_norm, rms_norm
+from isomodels.kernels.rope import rope, rope_table
+from isomodels.kernels.row_linear import row_linear
+from isomodels.kernels.schedule import SCHEDULES
+from isomodels.kernels.swiglu import swiglu
+from tests.kernel.battery import assert_same_bits, hard, threads
+
+IDS = torch.arange(20)
+INT32 = torch.tensor([0, 20], dtype=torch.int32)
+TABLE = torch.tensor([[1, 0]], dtype=torch.int32)
+X, W, NORM = hard(20, 64, kind="normal"), hard(70, 64, kind="normal", seed=1), hard(64, seed=2)
+HEADS = X.view(20, 4, 16)
+K, V = HEADS[:, :2], HEADS[:, 2:]
+
+
+def run_write_kv_cache() -> Tensor:
+    cache = torch.zeros(2, 2, 16, 32, device="cpu", dtype=torch.float32)
+    write_kv_cache(K, V, cache, IDS)
+    return cache
+
+
+def run_paged_attention() -> Tensor:
+    cache = run_write_kv_cache().flip(0).contiguous()
+    return paged_attention(HEADS, cache, TABLE, INT32, INT32[1:], 0.25, 20, 20)
+
+
+OPERATIONS: dict[str, Callable[[], Tensor]] = {
+    "linear": lambda: linear(X, W, W[:, 0]),
+    "row_linear": lambda: row_linear(X, W),
+    "rms_norm": lambda: rms_norm(X, NORM, 1e-6),
+    "add_rms_norm": lambda: torch.cat(add_rms_norm(X, X * 2, NORM, 1e-6)),
+    "rope": lambda: rope(HEADS, IDS, rope_table(16, 1e6, 64), NORM[:16], 1e-6),
+    "attention": lambda: attention(HEADS, K, V, INT32, 0.25)[0],
+    "paged_attention": run_paged_attention,
+    "write_kv_cache": run_write_kv_cache,
+    "swiglu": lambda: swiglu(X),
+    "embedding": lambda: embedding(IDS, W),
+    "lm_head": lambda: lm_head(X, W),
+    "log_normalize": lambda: log_normalize(X, 0.7),
+    "token_logprobs": lambda: token_logprobs(X, W, IDS, 0.7)[0],
+}
+
+
+@contextmanager
+def default_dtype(dtype):
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@contextmanager
+def deterministic():
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+SURROUNDINGS: dict[str, Callable[[], AbstractContextManager]] = {
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    "default dtype bf16": lambda: default_dtype(torch.bfloat16),
+    "default dtype fp64": lambda: default_dtype(torch.float64),
+    "default device meta": lambda: torch.device("meta"),
+    "inference mode": torch.inference_mode,
+    "no grad": torch.no_grad,
+    "deterministic algorithms": deterministic,
+    "8 threads": lambda: threads(8),
+}
+
+
+@pytest.mark.parametrize("around", SURROUNDINGS)
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_bits_do_not_follow_the_surroundings(name, around):
+    plain = OPERATIONS[name]()
+    with SURROUNDINGS[around]():
+        inside = OPERATIONS[name]()
+    assert inside.device.type == "cpu"
+    assert_same_bits(inside.clone(), plain, f"{name} under {around}")
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_results_share_no_storage_with_inputs(name):
+    mine = {x.untyped_storage().data_ptr() for x in (X, W, NORM, IDS)}
+    assert OPERATIONS[name]().untyped_storage().data_ptr() not in mine
+
+
+@pytest.mark.parametrize("around", ["inference mode", "default device meta"])
+def test_a_rope_table_first_made_there_serves_training_later(around):
+    rope_table.cache_clear()
+    with SURROUNDINGS[around]():
+        rope_table(16, 1e6, 64)
+    x = X.clone().requires_grad_()
+    rope(x.view(20, 4, 16), IDS, rope_table(16, 1e6, 64), None, 0.0).sum().backward()
+    assert x.grad is not None
+
+
+def test_every_operation_declares_its_schedule():
+    registered = {
+        name.removeprefix("isomodels::")
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith("isomodels::")
+    }
+    declared = {operation for operation, backend in SCHEDULES if backend == "torch"}
+    assert registered == declared == set(OPERATIONS)
+
+
+def test_the_check_can_fail():
+    plain = torch.nn.functional.linear(X, W)
+    with SURROUNDINGS["autocast"](), pytest.raises(AssertionError):
+        assert_same_bits(torch.nn.functional.linear(X, W).float(), plain)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(set(OPERATIONS) - {"write_kv_cache", "paged_attention"}))
+def test_operators_under_ahead_of_time_dispatch(name):
+    x, w, norm = (t[:7].clone().requires_grad_() for t in (X, W, NORM))
+    heads, ids = HEADS[:7].clone().requires_grad_(), IDS[:7]
+    k, v = (t[:7].clone().requires_grad_() for t in (K, V))
+    norm_of_head = NORM[:16].clone().requires_grad_()
+    bounds, rows = torch.tensor([0, 3, 7], dtype=torch.int32), NORM.clone().requires_grad_()
+    args = {
+        "linear": (linear, (x, w, norm)),
+        "row_linear": (row_linear, (x, w)),
+        "rms_norm": (rms_norm, (x, rows, 1e-6)),
+        "add_rms_norm": (add_rms_norm, (x, x.detach() * 2, rows, 1e-6)),
+        "rope": (rope, (heads, ids, rope_table(16, 1e6, 64), norm_of_head, 1e-6)),
+        "attention": (attention, (heads, k, v, bounds, 0.25)),
+        "swiglu": (swiglu, (x,)),
+        "embedding": (embedding, (ids, w)),
+        "lm_head": (lm_head, (x, w)),
+        "log_normalize": (log_normalize, (x, 0.7)),
+        "token_logprobs": (token_logprobs, (x, w, ids, 0.7)),
+    }
+    operator, arguments = args[name]
+    torch.library.opcheck(operator, arguments, test_utils="test_aot_dispatch_dynamic")
