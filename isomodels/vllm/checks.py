@@ -27,8 +27,8 @@ class IsoModelsConfig:
         """Refuses what cannot run with equal bits, and sets how logprobs are made.
 
         Args:
-            vllm_config: vLLM's configuration; `logprobs_mode` (and in processed mode
-                `logits_processors`) and `load_format` are changed.
+            vllm_config: vLLM's configuration; `logprobs_mode`, `logits_processors` and
+                `load_format` are changed.
 
         Raises:
             UnsupportedError: naming the option and the remedy.
@@ -43,7 +43,7 @@ class IsoModelsConfig:
         path = Path(vllm_config.model_config.model)
         if path.is_dir():  # before vLLM starts processes; a hub name is checked by `load_weights`
             check_files(path)
-        _set_logprobs_mode(vllm_config)
+        _set_logprobs(vllm_config)
 
 
 def read_checkpoint_config(model_config: Any) -> tuple[ArchSpec, Any]:
@@ -242,10 +242,16 @@ def check_files(path: Path) -> None:
     check_tensors(rules, read_tensors(path).meta(), dtype=config.torch_dtype)
 
 
-def _set_logprobs_mode(vllm_config: Any) -> None:
-    model = vllm_config.model_config
-    if model.logprobs_mode == "processed_logprobs":
-        from isomodels.vllm.sampling import PROCESSORS
+def _set_logprobs(vllm_config: Any) -> None:
+    from vllm.platforms import current_platform
 
-        model.logits_processors = PROCESSORS
+    from isomodels.vllm.sampling import NORMALIZE, REFUSE_SEEDS
+
+    model = vllm_config.model_config
+    processors = list(model.logits_processors or ())
+    if model.logprobs_mode == "processed_logprobs":
+        processors += NORMALIZE
+    if current_platform.is_cpu() and vllm_config.scheduler_config.enable_chunked_prefill:
+        processors.append(REFUSE_SEEDS)
+    model.logits_processors = processors or None
     model.logprobs_mode = _LOGPROBS_MODES[model.logprobs_mode]

@@ -1,8 +1,11 @@
-"""`--logprobs-mode processed_logprobs`: log_normalize(logits / T) by our operation.
+"""Logits processors, vLLM's public hook into sampling, for two purposes.
 
-vLLM normalises with its own softmax, other operations on each device. Here the engine runs in its
-mode "processed_logits", which hands back what the logits processors leave, and these two
-processors leave normalised logprobs: vLLM divides by the temperature between them.
+`--logprobs-mode processed_logprobs`, log_normalize(logits / T) by our operation: vLLM normalises
+with its own softmax, another operation on each device. Here the engine runs in its mode
+"processed_logits", which hands back what the logits processors leave, and two processors leave
+normalised logprobs: vLLM divides by the temperature between them.
+
+And a request that would end the engine on the CPU is refused.
 """
 
 import torch
@@ -96,4 +99,41 @@ class NormalizeRandomRows(_NormalizeRows):
     greedy = False
 
 
-PROCESSORS = [f"{__name__}:NormalizeGreedyRows", f"{__name__}:NormalizeRandomRows"]
+class RefuseSeeds(LogitsProcessor):
+    """Changes nothing: vLLM asks it about each request.
+
+    On the CPU vLLM cannot turn back a request's generator, which it does after a chunk of a
+    prompt: the whole engine ends with "CPU Generator does not use offset".
+    """
+
+    def __init__(self, vllm_config: object, device: torch.device, is_pin_memory: bool):
+        pass
+
+    @classmethod
+    def validate_params(cls, sampling_params: SamplingParams) -> None:
+        """Refuses a seed.
+
+        Raises:
+            VLLMValidationError: HTTP 400.
+        """
+        if sampling_params.seed is not None and sampling_params.temperature >= _GREEDY_BELOW:
+            raise VLLMValidationError(
+                "isomodels: seed cannot be used on the CPU with chunked prefill. Leave it out "
+                "(the engine's own --seed makes runs repeatable) or start with "
+                "--no-enable-chunked-prefill."
+            )
+
+    def is_argmax_invariant(self) -> bool:
+        """See the base class."""
+        return True
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        """See the base class."""
+
+    def apply(self, logits: Tensor) -> Tensor:
+        """See the base class."""
+        return logits
+
+
+REFUSE_SEEDS = f"{__name__}:RefuseSeeds"
+NORMALIZE = (f"{__name__}:NormalizeGreedyRows", f"{__name__}:NormalizeRandomRows")

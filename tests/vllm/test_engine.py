@@ -1,5 +1,7 @@
 """Every case of the engine gives the bits of one packed forward. Rows: field reports by number."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -159,14 +161,15 @@ def test_top_logprobs_are_the_row(pair):
     from vllm import SamplingParams
 
     engine, core = pair
-    prompt = draw(9, 5)
     params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=20, detokenize=False)
-    (output,) = engine.llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
-    entries = output.outputs[0].logprobs[0]
-    row = core.logprobs(_hidden(core, prompt)[-1:])[0]
-    assert len(entries) == 20
-    for token, entry in entries.items():
-        assert bits([entry.logprob]) == bits([row[token].item()])
+    for seed in range(4):
+        prompt = draw(9, seed)
+        (output,) = engine.llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)
+        entries = output.outputs[0].logprobs[0]
+        row = core.logprobs(_hidden(core, prompt)[-1:])[0]
+        assert len(entries) == 20
+        for token, entry in entries.items():
+            assert bits([entry.logprob]) == bits([row[token].item()])
 
 
 def test_abort(pair):
@@ -186,6 +189,54 @@ def test_abort(pair):
     results = [r for o in done for r in engine._collect(o)]
     assert assert_equal_bits(core, results) == 20
     assert_equal_bits(core, engine.run([Request(draw(60, 9), max_tokens=5)]))
+
+
+def test_seed_of_a_request(pair):
+    """vLLM's CPU engine would end at the first chunk of a longer prompt."""
+    from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
+
+    engine, core = pair
+    prompt = {"prompt_token_ids": draw(100, 3)}
+    with pytest.raises(VLLMValidationError, match="isomodels: seed"):
+        engine.llm.generate(prompt, SamplingParams(seed=1), use_tqdm=False)
+    engine.llm.generate(prompt, SamplingParams(seed=1, temperature=0.0), use_tqdm=False)
+    runs = [engine.run([Request(draw(20, 3), max_tokens=9)], seed=seed) for seed in (7, 7, 8)]
+    ids = [[t.id for t in results[0].tokens] for results in runs]
+    assert ids[0] == ids[1] != ids[2]
+    assert_equal_bits(core, [results[0] for results in runs])
+
+
+def test_no_operation_of_vllm_is_built(pair):
+    """Row 9 and its like: no layer of vLLM, so no kernel that it might choose."""
+    engine, _ = pair
+    owners = {type(module).__module__.partition(".")[0] for module in engine._model.modules()}
+    assert owners == {"isomodels", "torch"}
+
+
+def test_profiling_run(pair):
+    """vLLM measures memory with a forward that has no pages."""
+    engine, _ = pair
+    (out,) = engine.llm.collective_rpc(lambda worker: worker.model_runner.profile_run())
+    assert out is None
+
+
+def test_padded_tokens(pair, monkeypatch):
+    """vLLM may hand over more rows than tokens, as CUDA graphs need it."""
+    from isomodels.batch import Batch
+    from isomodels.vllm import model as module
+    from isomodels.vllm.attention import StepMetadata
+
+    engine, core = pair
+    ours = engine._model
+    ids = torch.tensor(draw(9, 1), dtype=torch.int32)
+    step = StepMetadata(Batch.packed(torch.tensor([0, 6], dtype=torch.int32)), 6)
+    context = SimpleNamespace(attn_metadata={ours.layers[0].name: step})
+    monkeypatch.setattr(module, "get_forward_context", lambda: context)
+    hidden = ours(ids, torch.arange(9))
+    assert hidden.shape == (9, core.config.hidden_size)
+    assert torch.equal(hidden[:6], _hidden(core, ids[:6].tolist()))
+    assert not hidden[6:].any()
 
 
 def test_trace_names_every_operation(pair):
