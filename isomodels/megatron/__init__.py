@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from isomodels.megatron.trainer import Trainer
 
 # Versions of megatron-core on which tests/megatron ran.
-CHECKED_VERSIONS = ("0.16.1", "0.19.2")
+CHECKED_VERSIONS = ("0.16.1", "0.17.1", "0.18.2", "0.19.2")
 
 _HOMES = {
     "IsoLanguageModel": "isomodels.megatron.model",

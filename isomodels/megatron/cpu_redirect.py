@@ -4,7 +4,7 @@ Megatron's wrappers, schedules and optimizers name CUDA devices, streams and ten
 This file redirects the device and nothing else: no arithmetic and no dtype changes. It is for the
 parity command and the tests; a user's trainer never loads it, and it refuses where a GPU exists.
 
-Checked on megatron-core 0.16.1 with torch 2.13.0+cpu, gloo.
+Checked on megatron-core 0.16.1, 0.17.1, 0.18.2 and 0.19.2 with torch 2.13.0+cpu and gloo.
 """
 
 import contextlib

@@ -10,7 +10,7 @@ optimizer then cannot be resumed, for three reasons:
 * the loader gives all parameters one shared `step` tensor, which AdamW then advances once per
   parameter: training goes on, silently, with a wrong bias correction.
 
-Checked on megatron-core 0.16.1 with torch 2.13.0+cpu.
+Checked on megatron-core 0.16.1, 0.17.1, 0.18.2 and 0.19.2 with torch 2.13.0+cpu.
 """
 
 from pathlib import Path
