@@ -8,6 +8,7 @@ from torch import Tensor
 from isomodels.kernels.schedule import Schedule, declare
 
 SCHEDULE = declare(Schedule(operation="embedding", backend="torch", version=1))
+TRITON_SCHEDULE = declare(Schedule(operation="embedding", backend="triton", version=1))
 
 
 @torch.library.custom_op("isomodels::embedding", mutates_args=(), device_types="cpu")
@@ -28,6 +29,11 @@ def embedding(input_ids: Tensor, weight: Tensor) -> Tensor:
     return torch.nn.functional.embedding(input_ids, weight)
 
 
+@embedding.register_kernel("cuda")
+def _(input_ids: Tensor, weight: Tensor) -> Tensor:
+    return weight.index_select(0, input_ids)  # rows are copied: no order to fix
+
+
 @embedding.register_fake
 def _(input_ids: Tensor, weight: Tensor) -> Tensor:
     return weight.new_empty(input_ids.shape[0], weight.shape[1])
@@ -41,6 +47,12 @@ def _setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
 
 def _backward(ctx: Any, grad: Tensor) -> tuple:
     (input_ids,) = ctx.saved_tensors
+    if grad.is_cuda:
+        from isomodels.kernels import embedding_triton
+
+        return None, embedding_triton.embedding_backward(
+            grad, input_ids, ctx.weight_shape[0], ctx.weight_dtype
+        )
     # fp32, or a frequent token's gradient stops growing in bf16
     dweight = torch.zeros(ctx.weight_shape, dtype=torch.float32)
     dweight.index_add_(0, input_ids, grad.float())

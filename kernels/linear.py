@@ -23,6 +23,20 @@ SCHEDULE = declare(
     )
 )
 
+TRITON_SCHEDULE = declare(
+    Schedule(
+        operation="linear",
+        backend="triton",
+        version=1,
+        constants={
+            "accumulate": "float32 on the matrix units, K in order",
+            "k_partition": 1,
+            "float32_operands": "ieee",
+            "bias": "float32 before the rounding",
+        },
+    )
+)
+
 
 @torch.library.custom_op("isomodels::linear", mutates_args=(), device_types="cpu")
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -57,6 +71,14 @@ def check_operands(x: Tensor, weight: Tensor) -> None:
         )
 
 
+@linear.register_kernel("cuda")
+def _(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    from isomodels.kernels import linear_triton
+
+    check_operands(x, weight)
+    return linear_triton.linear(x, weight, bias)
+
+
 @linear.register_fake
 def _(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[0])
@@ -70,11 +92,34 @@ def _setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
 
 def _backward(ctx: Any, grad: Tensor) -> tuple:
     x, weight = ctx.saved_tensors
-    grad = grad.float()  # [T, N]
-    dx = (grad @ weight.float()).to(x.dtype) if ctx.needs_input_grad[0] else None  # [T, K]
-    dweight = (grad.t() @ x.float()).to(weight.dtype) if ctx.needs_input_grad[1] else None
-    dbias = grad.sum(0).to(weight.dtype) if ctx.has_bias else None  # [N]
+    dx, dweight = product_gradients(grad, x, weight, *ctx.needs_input_grad[:2])
+    dbias = grad.sum(0, dtype=torch.float32).to(weight.dtype) if ctx.has_bias else None  # [N]
     return dx, dweight, dbias
+
+
+def product_gradients(
+    grad: Tensor, x: Tensor, weight: Tensor, needs_x: bool, needs_weight: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of y = x W^T, from run to run the same.
+
+    Args:
+        grad: [T, N], of y.
+        x: [T, K].
+        weight: [N, K].
+        needs_x: whether dx is asked for.
+        needs_weight: whether dweight is asked for.
+
+    Returns:
+        (dx [T, K], dweight [N, K]); None for what is not asked for.
+    """
+    if grad.is_cuda:
+        from isomodels.kernels import linear_triton
+
+        return linear_triton.gradients(grad, x, weight, needs_x, needs_weight)
+    grad = grad.float()
+    dx = (grad @ weight.float()).to(x.dtype) if needs_x else None
+    dweight = (grad.t() @ x.float()).to(weight.dtype) if needs_weight else None
+    return dx, dweight
 
 
 linear.register_autograd(_backward, setup_context=_setup_context)

@@ -44,6 +44,28 @@ LM_HEAD_SCHEDULE = declare(Schedule("lm_head", "torch", 1, _LOGITS))
 NORMALIZE_SCHEDULE = declare(Schedule("log_normalize", "torch", 1, _NORMALIZER))
 SCHEDULE = declare(Schedule("token_logprobs", "torch", 1, {**_LOGITS, **_NORMALIZER}))
 
+_TRITON_NORMALIZER: dict[str, int | str] = {
+    "accumulate": "float32, products and sums rounded apart",
+    "vocab_block": VOCAB_BLOCK,
+    "vocab_leaves": VOCAB_LEAVES,
+    "block": "maximum of the block, exponentials above it added, neighbours first",
+    "leaf": "blocks scaled by exp(block maximum - leaf maximum), added likewise",
+    "row": "leaves scaled by exp(leaf maximum - maximum), added likewise",
+    "exp": "the GPU's own power of two of x times log2(e)",
+    "result": "(logit - maximum) - log(sum)",
+}
+_TRITON_LOGITS: dict[str, int | str] = {
+    "logits": "float32, not rounded",
+    "accumulate": "float32 on the matrix units, K in order",
+    "float32_operands": "ieee",
+    "k_partition": 1,
+}
+TRITON_LM_HEAD_SCHEDULE = declare(Schedule("lm_head", "triton", 1, _TRITON_LOGITS))
+TRITON_NORMALIZE_SCHEDULE = declare(Schedule("log_normalize", "triton", 1, _TRITON_NORMALIZER))
+TRITON_SCHEDULE = declare(
+    Schedule("token_logprobs", "triton", 1, {**_TRITON_LOGITS, **_TRITON_NORMALIZER})
+)
+
 
 @torch.library.custom_op("isomodels::lm_head", mutates_args=(), device_types="cpu")
 def lm_head(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -94,7 +116,8 @@ def token_logprobs(
         (logprobs [T] fp32, (maximum, log of the sum) [T, 2] fp32 for the backward).
 
     Raises:
-        IndexError: for a target outside the vocabulary.
+        IndexError: for a target outside the vocabulary. On a GPU, which would have to wait for
+            the check, the logprob of such a target is NaN.
     """
     check_operands(hidden, weight)
     vocab_size = weight.shape[0]
@@ -108,11 +131,42 @@ def token_logprobs(
         return logprobs, torch.cat((row_max, log_sum), 1)
 
 
-def _scale(logits: Tensor, temperature: float) -> Tensor:
-    if logits.dtype != torch.float32:
-        raise TypeError(f"logits must be float32, got {logits.dtype}")
+@lm_head.register_kernel("cuda")
+def _(hidden: Tensor, weight: Tensor) -> Tensor:
+    from isomodels.kernels import linear_triton
+
+    check_operands(hidden, weight)
+    return linear_triton.linear(hidden, weight, out_dtype=torch.float32)
+
+
+@log_normalize.register_kernel("cuda")
+def _(logits: Tensor, temperature: float = 1.0) -> Tensor:
+    from isomodels.kernels import logprob_triton
+
+    _check_scale(logits.dtype, temperature)
+    return logprob_triton.log_normalize(logits, temperature)
+
+
+@token_logprobs.register_kernel("cuda")
+def _(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    from isomodels.kernels import logprob_triton
+
+    check_operands(hidden, weight)
+    _check_scale(torch.float32, temperature)
+    return logprob_triton.token_logprobs(hidden, weight, targets, temperature)
+
+
+def _check_scale(dtype: torch.dtype, temperature: float) -> None:
+    if dtype != torch.float32:
+        raise TypeError(f"logits must be float32, got {dtype}")
     if not temperature > 0.0:
         raise ValueError(f"temperature must be above 0, got {temperature}")
+
+
+def _scale(logits: Tensor, temperature: float) -> Tensor:
+    _check_scale(logits.dtype, temperature)
     # A tensor of one column, not a number: the division is then the one that samplers do.
     return logits / torch.full((len(logits), 1), temperature, dtype=torch.float32)
 
@@ -159,6 +213,10 @@ def _lm_head_backward(ctx: Any, grad: Tensor) -> tuple:
 
 
 def _logits_backward(grad: Tensor, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    if grad.is_cuda:
+        from isomodels.kernels import logprob_triton
+
+        return logprob_triton.logits_backward(grad, hidden, weight)
     dhidden = (grad @ weight.float()).to(hidden.dtype)
     return dhidden, (grad.t() @ hidden.float()).to(weight.dtype)
 
@@ -181,6 +239,13 @@ def _token_setup(ctx: Any, inputs: tuple, output: Any) -> None:
 
 def _token_backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple:
     hidden, weight, targets, normalizer = ctx.saved_tensors
+    if grad.is_cuda:
+        from isomodels.kernels import logprob_triton
+
+        gradients = logprob_triton.token_logprobs_backward(
+            grad, hidden, weight, targets, normalizer, ctx.temperature
+        )
+        return *gradients, None, None
     row_max, log_sum = normalizer.unsqueeze(1).unbind(-1)  # [T, 1] each
     # Logits again instead of a second [T, V] tensor kept since the forward.
     scaled = (hidden.float() @ weight.float().t()) / ctx.temperature

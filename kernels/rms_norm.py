@@ -34,6 +34,22 @@ ADD_SCHEDULE = declare(
     )
 )
 
+_TRITON: dict[str, int | str] = {
+    "accumulate": "float32, products and sums rounded apart",
+    "sum": "neighbours first, zero-padded to a power of two",
+    "inverse": "1 / sqrt, each rounded to nearest",
+    "roundings": 1,
+}
+TRITON_SCHEDULE = declare(Schedule("rms_norm", "triton", 1, _TRITON))
+TRITON_ADD_SCHEDULE = declare(
+    Schedule(
+        "add_rms_norm",
+        "triton",
+        1,
+        {**_TRITON, "residual": "rounded to the model dtype before the norm"},
+    )
+)
+
 
 def normalize(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """[..., N] fp32 -> (x / rms [..., N], 1 / rms [..., 1]); row by row, fixed order."""
@@ -84,6 +100,20 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
         return (unit * weight.float()).to(x.dtype), total
 
 
+@rms_norm.register_kernel("cuda")
+def _(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    from isomodels.kernels import rms_norm_triton
+
+    return rms_norm_triton.rms_norm(x, None, weight, eps)[0]
+
+
+@add_rms_norm.register_kernel("cuda")
+def _(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    from isomodels.kernels import rms_norm_triton
+
+    return rms_norm_triton.rms_norm(x, residual, weight, eps)
+
+
 @rms_norm.register_fake
 def _(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return torch.empty_like(x)
@@ -94,12 +124,21 @@ def _(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, 
     return torch.empty_like(x), torch.empty_like(x)
 
 
-def _norm_backward(grad: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(dx [T, N] fp32, dweight [N])."""
+def _norm_backward(
+    grad: Tensor, grad_total: Tensor | None, x: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """(dx [T, N], with the residual stream's gradient added if there is one; dweight [N])."""
+    if grad.is_cuda:
+        from isomodels.kernels import rms_norm_triton
+
+        return rms_norm_triton.rms_norm_backward(grad, grad_total, x, weight, eps)
     unit, inverse_rms = normalize(x.float(), eps)
     grad = grad.float()
     dweight = (grad * unit).sum(0).to(weight.dtype)
-    return normalize_backward(grad * weight.float(), unit, inverse_rms), dweight
+    dx = normalize_backward(grad * weight.float(), unit, inverse_rms)
+    if grad_total is not None:
+        dx = dx + grad_total.float()
+    return dx.to(x.dtype), dweight
 
 
 def _setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
@@ -109,8 +148,8 @@ def _setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
 
 def _backward(ctx: Any, grad: Tensor) -> tuple:
     x, weight = ctx.saved_tensors
-    dx, dweight = _norm_backward(grad, x, weight, ctx.eps)
-    return dx.to(x.dtype), dweight, None
+    dx, dweight = _norm_backward(grad, None, x, weight, ctx.eps)
+    return dx, dweight, None
 
 
 def _add_setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
@@ -120,8 +159,7 @@ def _add_setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
 
 def _add_backward(ctx: Any, grad: Tensor, grad_total: Tensor) -> tuple:
     total, weight = ctx.saved_tensors
-    dx, dweight = _norm_backward(grad, total, weight, ctx.eps)
-    dx = (dx + grad_total.float()).to(total.dtype)
+    dx, dweight = _norm_backward(grad, grad_total, total, weight, ctx.eps)
     return dx, dx, dweight, None
 
 

@@ -29,6 +29,22 @@ SCHEDULE = declare(
     )
 )
 
+TRITON_SCHEDULE = declare(
+    Schedule(
+        operation="rope",
+        backend="triton",
+        version=1,
+        constants={
+            "angle": "float32 position times float32 frequency",
+            "table": "cosine in float64, rounded once to float32",
+            "order": "half-split",
+            "accumulate": "float32, products and sums rounded apart",
+            "norm_sum": "halves added, then neighbours first",
+            "roundings": 1,
+        },
+    )
+)
+
 
 @functools.lru_cache(maxsize=8)
 def rope_table(
@@ -84,6 +100,15 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
 
 
+@rope.register_kernel("cuda")
+def _(
+    x: Tensor, positions: Tensor, table: Tensor, norm_weight: Tensor | None, eps: float
+) -> Tensor:
+    from isomodels.kernels import rope_triton
+
+    return rope_triton.rope(x, positions, table, norm_weight, eps)
+
+
 @rope.register_fake
 def _(
     x: Tensor, positions: Tensor, table: Tensor, norm_weight: Tensor | None, eps: float
@@ -98,6 +123,11 @@ def _setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
 
 def _backward(ctx: Any, grad: Tensor) -> tuple:
     x, positions, table, norm_weight = ctx.saved_tensors
+    if grad.is_cuda:
+        from isomodels.kernels import rope_triton
+
+        dx, dweight = rope_triton.rope_backward(grad, x, positions, table, norm_weight, ctx.eps)
+        return dx, None, None, dweight, None
     cos, sin = table[positions].unsqueeze(1).chunk(2, -1)
     grad = _rotate(grad.float(), cos, -sin)
     if norm_weight is None:

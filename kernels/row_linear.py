@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from isomodels.kernels.fixed_order import TILE_COLUMNS, TILE_ROWS, matmul_nt, one_thread
-from isomodels.kernels.linear import check_operands
+from isomodels.kernels.linear import check_operands, product_gradients
 from isomodels.kernels.schedule import Schedule, declare
 
 LEAVES = 8
@@ -32,6 +32,20 @@ SCHEDULE = declare(
     )
 )
 
+TRITON_SCHEDULE = declare(
+    Schedule(
+        operation="row_linear",
+        backend="triton",
+        version=1,
+        constants={
+            "accumulate": "float32 on the matrix units, K of a leaf in order",
+            "k_partition": LEAVES,
+            "tree": "balanced binary, neighbours first, float32",
+            "float32_operands": "ieee",
+        },
+    )
+)
+
 
 @torch.library.custom_op("isomodels::row_linear", mutates_args=(), device_types="cpu")
 def row_linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -44,13 +58,44 @@ def row_linear(x: Tensor, weight: Tensor) -> Tensor:
     Returns:
         [T, N] in the dtype of `x`.
     """
+    _check_leaves(x, weight, LEAVES)
+    return _subtree(x, weight, LEAVES).to(x.dtype, copy=True)
+
+
+def row_linear_partial(x: Tensor, weight: Tensor, leaves: int) -> Tensor:
+    """The sum of one subtree, before the rounding: what a rank of tensor parallelism sends.
+
+    `tree_sum` of the partials of all ranks, in rank order, rounded once, has the bits of
+    `row_linear` on the whole K.
+
+    Args:
+        x: [T, K of the subtree], float32 or bfloat16.
+        weight: [N, K of the subtree], dtype of `x`.
+        leaves: how many of the `LEAVES` leaves the subtree has: a power of two.
+
+    Returns:
+        [T, N] fp32.
+    """
+    _check_leaves(x, weight, leaves)
+    if x.is_cuda:
+        from isomodels.kernels import row_linear_triton
+
+        return row_linear_triton.row_linear(x, weight, leaves, torch.float32)
+    return _subtree(x, weight, leaves)
+
+
+def _check_leaves(x: Tensor, weight: Tensor, leaves: int) -> None:
     check_operands(x, weight)
-    if x.shape[1] % LEAVES:
-        raise ValueError(f"row_linear needs K divisible by {LEAVES}, got K = {x.shape[1]}")
+    if not 1 <= leaves <= LEAVES or leaves & (leaves - 1):
+        raise ValueError(f"a subtree has 1, 2, 4, ... up to {LEAVES} leaves, got {leaves}")
+    if x.shape[1] % leaves:
+        raise ValueError(f"row_linear needs K divisible by {leaves}, got K = {x.shape[1]}")
+
+
+def _subtree(x: Tensor, weight: Tensor, leaves: int) -> Tensor:
     with one_thread():
-        leaves = zip(x.chunk(LEAVES, 1), weight.chunk(LEAVES, 1), strict=True)
-        partials = [matmul_nt(x_leaf, w_leaf) for x_leaf, w_leaf in leaves]
-        return tree_sum(partials).to(x.dtype, copy=True)
+        parts = zip(x.chunk(leaves, 1), weight.chunk(leaves, 1), strict=True)
+        return tree_sum([matmul_nt(x_leaf, w_leaf) for x_leaf, w_leaf in parts])
 
 
 def tree_sum(partials: list[Tensor]) -> Tensor:
@@ -58,6 +103,14 @@ def tree_sum(partials: list[Tensor]) -> Tensor:
     while len(partials) > 1:
         partials = [a + b for a, b in zip(partials[::2], partials[1::2], strict=True)]
     return partials[0]
+
+
+@row_linear.register_kernel("cuda")
+def _(x: Tensor, weight: Tensor) -> Tensor:
+    from isomodels.kernels import row_linear_triton
+
+    _check_leaves(x, weight, LEAVES)
+    return row_linear_triton.row_linear(x, weight, LEAVES, x.dtype)
 
 
 @row_linear.register_fake
@@ -70,11 +123,7 @@ def _setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple:
-    x, weight = ctx.saved_tensors
-    grad = grad.float()  # [T, N]
-    dx = (grad @ weight.float()).to(x.dtype) if ctx.needs_input_grad[0] else None  # [T, K]
-    dweight = (grad.t() @ x.float()).to(weight.dtype) if ctx.needs_input_grad[1] else None
-    return dx, dweight
+    return product_gradients(grad, *ctx.saved_tensors, *ctx.needs_input_grad)
 
 
 row_linear.register_autograd(_backward, setup_context=_setup_context)

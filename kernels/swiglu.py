@@ -20,6 +20,19 @@ SCHEDULE = declare(
     )
 )
 
+TRITON_SCHEDULE = declare(
+    Schedule(
+        operation="swiglu",
+        backend="triton",
+        version=1,
+        constants={
+            "silu": "x / (1 + exp(-x)), the quotient rounded to nearest",
+            "exp": "the GPU's own power of two of x times log2(e)",
+            "roundings": 1,
+        },
+    )
+)
+
 
 @torch.library.custom_op("isomodels::swiglu", mutates_args=(), device_types="cpu")
 def swiglu(gate_up: Tensor) -> Tensor:
@@ -37,6 +50,13 @@ def swiglu(gate_up: Tensor) -> Tensor:
         return (gate / (1.0 + torch.exp(-gate)) * up).to(gate_up.dtype)
 
 
+@swiglu.register_kernel("cuda")
+def _(gate_up: Tensor) -> Tensor:
+    from isomodels.kernels import swiglu_triton
+
+    return swiglu_triton.swiglu(gate_up)
+
+
 @swiglu.register_fake
 def _(gate_up: Tensor) -> Tensor:
     return gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
@@ -48,6 +68,10 @@ def _setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
 
 def _backward(ctx: Any, grad: Tensor) -> Tensor:
     (gate_up,) = ctx.saved_tensors
+    if grad.is_cuda:
+        from isomodels.kernels import swiglu_triton
+
+        return swiglu_triton.swiglu_backward(grad, gate_up)
     gate, up = gate_up.float().chunk(2, -1)
     grad = grad.float()
     sigmoid = torch.sigmoid(gate)
