@@ -33,6 +33,21 @@ SCHEDULE = declare(Schedule("attention", "torch", 1, _CONSTANTS))
 PAGED_SCHEDULE = declare(Schedule("paged_attention", "torch", 1, _CONSTANTS))
 WRITE_SCHEDULE = declare(Schedule("write_kv_cache", "torch", 1))
 
+_TRITON_CONSTANTS: dict[str, int | str] = {
+    "accumulate": "float32",
+    "segment": 2048,
+    "kv_block": 128,
+    "kv_block_above_head_dim_128": 64,
+    "softmax": "online in powers of two, offsets in scaled units",
+    "probabilities": "rounded to the input dtype, for the sum too",
+    "sum": "product with ones on the tensor core",
+    "block_order": "ascending",
+    "segment_order": "ascending",
+}
+TRITON_SCHEDULE = declare(Schedule("attention", "triton", 1, _TRITON_CONSTANTS))
+TRITON_PAGED_SCHEDULE = declare(Schedule("paged_attention", "triton", 1, _TRITON_CONSTANTS))
+TRITON_WRITE_SCHEDULE = declare(Schedule("write_kv_cache", "triton", 1))
+
 
 @torch.library.custom_op("isomodels::attention", mutates_args=(), device_types="cpu")
 def attention(
@@ -202,6 +217,38 @@ def _attend_tiles(
     return out / total.unsqueeze(-1), row_max + torch.log(total)
 
 
+@attention.register_kernel("cuda")
+def _(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    from isomodels.kernels import attention_triton
+
+    return attention_triton.attention(q, k, v, cu_seqlens, scale)
+
+
+@paged_attention.register_kernel("cuda")
+def _(
+    q: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    cu_seqlens_q: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+) -> Tensor:
+    from isomodels.kernels import attention_decode_triton
+
+    return attention_decode_triton.paged_attention(
+        q, kv_cache, block_table, cu_seqlens_q, seq_lens, scale, max_seqlen_q, max_seqlen_k
+    )
+
+
+@write_kv_cache.register_kernel("cuda")
+def _(k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+    from isomodels.kernels import attention_decode_triton
+
+    attention_decode_triton.write_kv_cache(k, v, kv_cache, slot_mapping)
+
+
 @attention.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -235,6 +282,11 @@ def _setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
 
 def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple:
     q, k, v, cu_seqlens, out, lse = ctx.saved_tensors
+    if grad.is_cuda:
+        from isomodels.kernels.attention_backward_triton import attention_backward
+
+        grads = attention_backward(grad, q, k, v, cu_seqlens, out, lse, ctx.scale)
+        return *grads, None, None
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     bounds = cu_seqlens.tolist()
     for start, end in itertools.pairwise(bounds):
