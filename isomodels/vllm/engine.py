@@ -107,6 +107,8 @@ class Result:
 
     def prompt_case(self) -> str:
         """Case of the prompt's logprobs."""
+        if self.tokens and self.tokens[0].preemptions:
+            return "engine_resume"
         return "engine_chunked_prefill" if len(self.chunks) > 1 else "engine_prefill"
 
 
@@ -149,13 +151,12 @@ class Engine:
         from isomodels.vllm.versions import check_vllm
 
         check_vllm()
-        for name, value in _ENVIRONMENT.items():
-            os.environ.setdefault(name, value)
+        self._environment = [name for name in _ENVIRONMENT if name not in os.environ]
+        os.environ.update({name: _ENVIRONMENT[name] for name in self._environment})
         from vllm import LLM
 
         self.steps: list[Step] = []
         self._live: dict[str, Result] = {}
-        self._events: dict[str, list[Token]] = {}
         limits.setdefault("async_scheduling", False)  # a step's output belongs to that step
         limits.setdefault("enforce_eager", True)
         self.llm = LLM(
@@ -192,7 +193,7 @@ class Engine:
         """
         if seed is not None:
             torch.manual_seed(seed)
-        self.steps, self._live, self._events = [], {}, {}
+        self.steps, self._live = [], {}
         try:
             results = list(self._steps_of(requests))
         except BaseException:
@@ -224,7 +225,7 @@ class Engine:
         reload_weights(self.llm, path)
 
     def close(self) -> None:
-        """Stops the engine and frees its memory."""
+        """Stops the engine, frees its memory, and takes back what vLLM changed in the process."""
         self._engine.engine_core.shutdown()
         with contextlib.suppress(AttributeError):
             del self._scheduler.schedule
@@ -233,6 +234,10 @@ class Engine:
 
         cleanup_dist_env_and_memory()
         gc.collect()
+        # vLLM's CPU worker replaces it by a function that does nothing.
+        torch.set_num_threads = torch._C.set_num_threads
+        for name in self._environment:
+            os.environ.pop(name, None)
 
     def __enter__(self) -> "Engine":
         return self

