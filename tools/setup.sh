@@ -20,7 +20,10 @@ find_python() {
 # Byte code is made at the end, on all cores, since pip compiles on one.
 install() { .venv/bin/python -m pip install -qq --no-compile "$@"; }
 
-.venv/bin/python -m pip --version >/dev/null 2>&1 || "$(find_python)" -m venv --clear .venv
+if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
+    python=$(find_python)
+    "$python" -m venv --clear .venv
+fi
 echo "Installing the pinned packages into .venv (one to three minutes the first time)"
 if ! install --no-deps -r requirements/ci-torch.txt 2>/dev/null; then
     echo "torch 2.13.0+cpu is not on offer here: installing the ordinary torch 2.13.0"

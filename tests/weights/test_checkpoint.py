@@ -315,3 +315,18 @@ def test_the_round_trip_check_can_fail(made, monkeypatch) -> None:
         CheckpointError, match=r"round trip differs in model\.layers\.0\.self_attn\.k"
     ):
         check_round_trip(opened)
+
+
+def test_convert_reads_back_what_it_wrote(made, tmp_path, monkeypatch) -> None:
+    """A disk or a library that drops a bit is seen."""
+    from isomodels import checkpoint
+
+    def write(path, tensors, **options) -> None:
+        damaged = {name: tensor.clone() for name, tensor in tensors.items()}
+        damaged["model.norm.weight"].view(torch.int16)[-1] ^= 1
+        write_checkpoint(path, damaged, **options)
+
+    write_checkpoint = checkpoint.write_checkpoint
+    monkeypatch.setattr(checkpoint, "write_checkpoint", write)
+    with pytest.raises(CheckpointError, match=r"out read back differs in model\.norm\.weight"):
+        convert_checkpoint(made("qwen3", "bfloat16", 1), tmp_path / "out")
