@@ -10,7 +10,7 @@ from isomodels.kernels.common_triton import rows_of
 _ROWS, _COLUMNS = 8, 512
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _sum_segments(
     grad_ptr, order_ptr, sorted_ptr, out_ptr, tokens, width, stride,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,

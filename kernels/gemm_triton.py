@@ -89,7 +89,8 @@ def _store(
         _put(right, c_desc, m, n + BLOCK_N // 2, ADD_TO_C, OUT)
 
 
-@triton.jit
+# Not specialised by sizes: a batch of a new size compiles nothing.
+@triton.jit(do_not_specialize=["M", "N", "leaf_steps"])
 def _gemm(
     a_desc, b_desc, c_desc, bias_ptr, M, N, leaf_steps,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,

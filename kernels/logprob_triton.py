@@ -2,9 +2,9 @@
 
 Both read the vocabulary once, in blocks of 128 columns: each block leaves its maximum and the sum
 of exponentials above that maximum. The blocks of each of 8 leaves, and then the leaves, are brought
-to their common maximum and added, neighbours first. `block_sums` and `fold_blocks` are the one definition
-of this that both operations run, the first on logits in memory, the second on the accumulators of
-the product, so no [T, V] tensor is stored.
+to their common maximum and added, neighbours first. `block_sums` and `fold_blocks` are the one
+definition of this that both operations run, the first on logits in memory, the second on the
+accumulators of the product, so no [T, V] tensor is stored.
 """
 
 import torch
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from isomodels.kernels.common_triton import pairwise_sum, log2_ceil, processors, rows_of
+from isomodels.kernels.common_triton import log2_ceil, pairwise_sum, processors, rows_of
 from isomodels.kernels.gemm_triton import TRITON_DTYPES, Config, bulk, descriptor, load_block, place
 from isomodels.kernels.linear_triton import input_gradient, tuning, weight_gradient
 
@@ -100,7 +100,7 @@ def _fold_kernel(
     tl.store(normalizer_ptr + row * 2 + 1 + one, log_sum)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "N", "steps", "blocks", "first_column"])
 def _vocab_gemm(
     a_desc, b_desc, c_desc, top_ptr, sum_ptr, chosen_ptr, target_ptr, normalizer_ptr, grad_ptr,
     M, N, steps, blocks, first_column, temperature,

@@ -34,7 +34,7 @@ def _forward(
     tl.store(y_ptr + row * N + columns, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _backward(
     grad_ptr, grad_total_ptr, x_ptr, weight_ptr, dx_ptr, dweight_ptr, rows,
     grad_stride, grad_total_stride, x_stride, eps,

@@ -26,7 +26,7 @@ def _places(
     return into, position[:, None] * D + columns[None, :], columns, mask
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _forward(
     x_ptr, position_ptr, table_ptr, weight_ptr, y_ptr, rows, stride_t, stride_h, eps,
     HEADS: tl.constexpr, D: tl.constexpr, LOG2: tl.constexpr, NORM: tl.constexpr,
@@ -53,7 +53,7 @@ def _forward(
     tl.store(out + H, (second * cos + first * sin).to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _backward(
     grad_ptr, x_ptr, position_ptr, table_ptr, weight_ptr, dx_ptr, dweight_ptr, rows,
     grad_stride_t, grad_stride_h, stride_t, stride_h, eps,

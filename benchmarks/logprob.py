@@ -1,0 +1,56 @@
+"""Rows of the head: normalised logprobs, and the logprobs of targets without a [T, V] tensor."""
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+
+from benchmarks.harness import Timing, against, against_bandwidth, row
+from isomodels.kernels.logprob import lm_head
+from isomodels.kernels.logprob_triton import (
+    log_normalize,
+    token_logprobs,
+    token_logprobs_backward,
+)
+
+TEST = "tests/kernel/test_logprob_triton.py"
+VOCAB, HIDDEN = 151936, 4096
+BF16 = {"device": "cuda", "dtype": torch.bfloat16}
+
+
+@row("logprob", TEST)
+def normalize() -> Iterator[Timing]:
+    for rows in (64, 256, 1024):
+        logits = [torch.randn(rows, VOCAB, device="cuda") for _ in range(2)]
+        calls = [lambda x=x: log_normalize(x, 1.0) for x in logits]
+        moved = 2 * logits[0].nbytes
+        yield against_bandwidth("logprob", f"log_normalize {rows} x {VOCAB}", calls, moved, 0.85)
+
+
+@row("head", TEST)
+def head() -> Iterator[Timing]:
+    weight = torch.randn(VOCAB, HIDDEN, **BF16) / HIDDEN**0.5
+    for rows in (8, 64, 256):
+        hidden = torch.randn(rows, HIDDEN, **BF16)
+        ours, theirs = [lambda h=hidden: lm_head(h, weight)], [lambda h=hidden: F.linear(h, weight)]
+        shape = f"lm_head {rows} x {VOCAB}, fp32 logits"
+        yield against("head", shape, "cuBLAS through torch, bf16 logits", ours, theirs, 0.0)
+    rows = 8192
+    hidden = torch.randn(rows, HIDDEN, **BF16)
+    targets = torch.randint(0, VOCAB, (rows,), device="cuda")
+    grad = torch.randn(rows, device="cuda")
+    _, normalizer = token_logprobs(hidden, weight, targets, 1.0)
+    ours = [lambda: token_logprobs(hidden, weight, targets, 1.0)]
+    theirs = [lambda: F.linear(hidden, weight)]
+    shape = f"token_logprobs {rows} x {VOCAB}"
+    yield against("head", shape, "cuBLAS through torch, the product alone", ours, theirs, 0.0)
+
+    def product_gradients() -> None:
+        logits = F.linear(hidden, weight)
+        torch.mm(logits, weight)
+        torch.mm(logits.t(), hidden)
+
+    ours = [lambda: token_logprobs_backward(grad, hidden, weight, targets, normalizer, 1.0)]
+    shape = f"token_logprobs backward {rows} x {VOCAB}"
+    baseline = "cuBLAS through torch, the three products alone"
+    yield against("head", shape, baseline, ours, [product_gradients], 0.0)

@@ -1,0 +1,181 @@
+import pytest
+import torch
+import torch.nn.functional as F
+
+from isomodels.kernels.linear import linear
+from tests.kernel.battery import (
+    DTYPES,
+    assert_same_bits,
+    hard,
+    layouts,
+    odd_storage,
+    relative_rms,
+    unit_error,
+)
+from tests.kernel.triton_support import (
+    DEVICE,
+    ON_GPU,
+    assert_rows_stand_alone_on_gpu,
+    assert_same_in_a_graph,
+    kernels,
+)
+
+gemm_module = kernels("gemm_triton")
+Config, gemm = gemm_module.Config, gemm_module.gemm
+
+# Every way through the kernel: several tiles of both axes, swapped, written in two parts.
+CONFIGS = [Config(16, 32, 32, 2, 4), Config(32, 16, 16, 2, 4, 1), Config(64, 32, 64, 2, 4, 0, 2)]
+# M, N, K, leaves: ragged tiles; leaves that end inside a block; strides that bulk copies refuse
+SHAPES = [
+    (5, 40, 96, 1),
+    (70, 65, 100, 1),
+    (17, 9, 65, 1),
+    (33, 65, 176, 8),
+    (20, 48, 80, 4),
+    (9, 33, 88, 8),
+]
+COUNTS = (2, 7, 16, 17, 32, 33, 64, 65, 100, 128, 129, 200, 256, 257, 512, 513, 1024)
+# Qwen3-8B qkv, o and gate-up; Qwen3.5-35B-A3B's; and shapes no bulk copy or tile fits
+REAL = [(6144, 4096), (4096, 4096), (24576, 4096), (9216, 2048), (512, 2048)]
+ODD = [(130, 1376), (1000, 4100), (65, 1001), (7, 8)]
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize(("m", "n", "k", "leaves"), SHAPES)
+def test_product(m, n, k, leaves, config):
+    a, b = hard(m, k, kind="normal").to(DEVICE), hard(n, k, kind="normal", seed=1).to(DEVICE)
+    bias = hard(n, kind="normal", seed=2).to(DEVICE)
+    exact = a.double() @ b.double().T
+    y = gemm(a, b, config, out_dtype=torch.float32, leaves=leaves)
+    assert relative_rms(y, exact) < unit_error(torch.float32, k)
+    y = gemm(a, b, config, out_dtype=torch.float32, leaves=leaves, bias=bias)
+    assert relative_rms(y, exact + bias) < unit_error(torch.float32, k)
+
+
+@pytest.mark.parametrize("config", [CONFIGS[0], CONFIGS[2]])
+def test_transposed_operands_and_added_results(config):
+    a, b = hard(70, 50, kind="normal").to(DEVICE), hard(40, 50, kind="normal", seed=1).to(DEVICE)
+    exact = a.double() @ b.double().T
+    at, bt = a.t().contiguous(), b.t().contiguous()
+    y = gemm(at, bt, config, out_dtype=torch.float32, a_t=True, b_t=True)
+    assert relative_rms(y, exact) < unit_error(torch.float32, 50)
+    out = torch.ones(70, 40, device=DEVICE)
+    assert gemm(a, bt, config, out_dtype=torch.float32, b_t=True, out=out, add=True) is out
+    assert relative_rms(out, exact + 1) < unit_error(torch.float32, 50)
+
+
+def test_a_block_at_the_end_of_a_leaf_reads_zeros():
+    a, b = torch.ones(3, 8 * 24, device=DEVICE), torch.ones(5, 8 * 24, device=DEVICE)
+    a[:, 24:] = torch.nan  # the second leaf and on
+    one_leaf = gemm(a[:, :24], b[:, :24], CONFIGS[0], out_dtype=torch.float32)
+    assert_same_bits(one_leaf, torch.full_like(one_leaf, 24.0))
+    a[:, 24:] = 0.0
+    tree = gemm(a, b, CONFIGS[0], out_dtype=torch.float32, leaves=8)
+    assert_same_bits(tree, one_leaf)
+
+
+def test_no_rows_and_no_columns():
+    x, w = torch.ones(0, 16, device=DEVICE), torch.ones(5, 16, device=DEVICE)
+    assert gemm(x, w, CONFIGS[0], out_dtype=torch.float32).shape == (0, 5)
+    y = gemm(w[:, :0], w[:, :0], CONFIGS[0], out_dtype=torch.float32)
+    assert_same_bits(y, torch.zeros(5, 5, device=DEVICE))
+
+
+@ON_GPU
+@pytest.mark.parametrize(("n", "k"), REAL + ODD)
+def test_rows_stand_alone(n, k):
+    weight = hard(n, k, seed=1, dtype=torch.bfloat16).cuda()
+    bias = hard(n, seed=2, dtype=torch.bfloat16).cuda()
+    x = hard(1029, k, dtype=torch.bfloat16).cuda()
+    whole = assert_rows_stand_alone_on_gpu(lambda x: linear(x, weight, bias), x, COUNTS)
+    for count in (1, 8, 60, 250):  # large products with other tiles: bits of the same rows
+        assert_same_bits(linear(x[:count], weight, bias), whole[:count], f"M = {count}")
+
+
+@ON_GPU
+@pytest.mark.parametrize("rows", [1, 16, 60, 256, 1029])
+@pytest.mark.parametrize(("n", "k"), [(6144, 4096), (24576, 4096), (1000, 1376)])
+def test_a_column_shard_has_the_bits_of_the_whole(n, k, rows):
+    weight = hard(n, k, seed=1, dtype=torch.bfloat16).cuda()
+    x = hard(rows, k, dtype=torch.bfloat16).cuda()
+    whole = linear(x, weight)
+    for shards in (2, 4, 8):
+        parts = [linear(x, part) for part in weight.chunk(shards)]
+        assert_same_bits(torch.cat(parts, 1), whole, f"{shards} shards")
+
+
+@ON_GPU
+@pytest.mark.parametrize(
+    "config", [(128, 256, 64, 3, 8), (64, 32, 128, 4, 4), (16, 64, 64, 3, 4, 1)]
+)
+def test_tiles_move_no_bit(config):
+    x, w = (hard(300, 4096, seed=i, dtype=torch.bfloat16).cuda() for i in range(2))
+    reference = gemm(x, w, Config(128, 128, 64, 3, 8), out_dtype=torch.float32)
+    config = Config(*config)._replace(subtiles=2 if config[1] == 256 else 1)
+    assert_same_bits(gemm(x, w, config, out_dtype=torch.float32), reference)
+
+
+@ON_GPU
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_storage_does_not_matter(dtype):
+    x, weight = hard(37, 200, dtype=dtype).cuda(), hard(100, 200, seed=1, dtype=dtype).cuda()
+    whole = linear(x, weight)
+    for name, same in layouts(weight.cpu()).items():
+        assert_same_bits(linear(x, same.cuda()), whole, name)
+    for name, same in layouts(x.cpu()).items():
+        assert_same_bits(linear(same.cuda(), weight), whole, name)
+    flat = torch.empty(100 * 200 + 1, dtype=dtype, device="cuda")
+    view = flat[1:].view(100, 200).copy_(weight)
+    assert_same_bits(linear(x, view), whole, "odd offset")
+    assert odd_storage(weight.cpu()).storage_offset() == 1
+
+
+@ON_GPU
+def test_fp32_rows_stand_alone():
+    weight = hard(200, 1000, seed=1).cuda()
+    assert_rows_stand_alone_on_gpu(lambda x: linear(x, weight), hard(300, 1000).cuda(), COUNTS)
+
+
+@ON_GPU
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("k", [8, 1001, 4096, 12288])
+def test_accuracy(k, dtype):
+    x = hard(150, k, kind="normal", dtype=dtype).cuda()
+    weight = hard(70, k, kind="normal", seed=1, dtype=dtype).cuda()
+    exact = F.linear(x.double(), weight.double())
+    assert relative_rms(linear(x, weight), exact) < unit_error(dtype, k)
+
+
+@ON_GPU
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("t", "n", "k"), [(70, 130, 200), (33, 65, 101), (1024, 768, 512)])
+def test_gradients(t, n, k, dtype):
+    shapes = [(t, k), (n, k), (n,)]
+    x, weight, bias = (
+        hard(*s, kind="normal", seed=i, dtype=dtype).cuda().requires_grad_()
+        for i, s in enumerate(shapes)
+    )
+    seed = hard(t, n, kind="normal", seed=9, dtype=dtype).cuda()
+    first = torch.autograd.grad(linear(x, weight, bias), (x, weight, bias), seed)
+    second = torch.autograd.grad(linear(x, weight, bias), (x, weight, bias), seed)
+    exact = seed.double() @ weight.double(), seed.double().T @ x.double(), seed.double().sum(0)
+    for one, two, right in zip(first, second, exact, strict=True):
+        assert_same_bits(one, two, "second run")
+        assert relative_rms(one, right) < unit_error(dtype, max(t, n))
+
+
+@ON_GPU
+@pytest.mark.parametrize("rows", [8, 64, 300])
+def test_same_in_a_graph(rows):
+    weight = hard(512, 1024, seed=1, dtype=torch.bfloat16).cuda()
+    assert_same_in_a_graph(
+        lambda x: linear(x, weight), hard(rows, 1024, dtype=torch.bfloat16).cuda()
+    )
+
+
+@ON_GPU
+def test_opcheck():
+    x, w, b = (
+        hard(*s, dtype=torch.bfloat16).cuda().requires_grad_() for s in ((3, 8), (5, 8), (5,))
+    )
+    torch.library.opcheck(linear, (x, w, b))
