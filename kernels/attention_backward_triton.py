@@ -89,7 +89,9 @@ def _key_gradients(
     for block in range(first, last):
         rows = block * M + tl.arange(0, M)
         start = first_row + block * M
-        q = _load(q_ptr + head * stride_qh, q_desc, start, rows, num_rows, stride_qt, head * D, TMA, D)
+        q = _load(
+            q_ptr + head * stride_qh, q_desc, start, rows, num_rows, stride_qt, head * D, TMA, D
+        )
         slot = first_slot + block * M
         lse = _load_terms(terms_ptr, terms_desc, head, slot, num_slots, TMA, M)
         s = tl.dot(k, tl.trans(q), input_precision="ieee")  # [N, M]

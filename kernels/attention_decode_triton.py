@@ -35,7 +35,7 @@ def decode_config(head_dim: int, dtype: torch.dtype) -> dict[str, int]:
 
 @triton.jit
 def _decode(
-    q_ptr, k_ptr, v_ptr, out_ptr, part_m, part_l, part_acc, cu_seqlens, seq_lens, block_table,
+    q_ptr, k_ptr, v_ptr, out_ptr, part_m, part_norm, part_acc, cu_seqlens, seq_lens, block_table,
     scale_log2, num_tokens, num_seqs, num_heads, num_splits, max_segments,
     stride_qt, stride_qh, stride_page, stride_row, stride_kh, stride_table,
     GROUP: tl.constexpr, PAGE: tl.constexpr, SEGMENT: tl.constexpr,
@@ -72,31 +72,31 @@ def _decode(
         first = segment * BLOCKS
         last = tl.minimum(first + BLOCKS, num_blocks)
         turn = tl.minimum(last, length // N)
-        m, l, acc = empty_state(BLOCK_M, D)
-        m, l, acc = walk_blocks(
-            q, m, l, acc, positions, k_ptr, v_ptr, None, None, 0, 0, block_table, length,
+        m, norm, acc = empty_state(BLOCK_M, D)
+        m, norm, acc = walk_blocks(
+            q, m, norm, acc, positions, k_ptr, v_ptr, None, None, 0, 0, block_table, length,
             first, turn, scale_log2, stride_page, stride_row, PAGE, True, False, N, D, False,
         )  # fmt: skip
-        m, l, acc = walk_blocks(
-            q, m, l, acc, positions, k_ptr, v_ptr, None, None, 0, 0, block_table, length,
+        m, norm, acc = walk_blocks(
+            q, m, norm, acc, positions, k_ptr, v_ptr, None, None, 0, 0, block_table, length,
             turn, last, scale_log2, stride_page, stride_row, PAGE, True, False, N, D, True,
         )  # fmt: skip
-        l_row = tl.max(l, 1)
+        norm_row = tl.max(norm, 1)
         if num_segments == 1:
             # Merging one segment into the empty state would change nothing.
-            out = finish(l_row, acc).to(out_ptr.dtype.element_ty)
+            out = finish(norm_row, acc).to(out_ptr.dtype.element_ty)
             out_at = (token * num_heads + heads)[:, None] * D + dim[None, :]
             tl.store(out_ptr + out_at, out, mask=valid)
         else:
             at = (seq.to(tl.int64) * max_segments + segment) * num_heads + heads
             tl.store(part_m + at, m, mask=group_row < GROUP)
-            tl.store(part_l + at, l_row, mask=group_row < GROUP)
+            tl.store(part_norm + at, norm_row, mask=group_row < GROUP)
             tl.store(part_acc + at[:, None] * D + dim[None, :], acc, mask=valid)
 
 
 @triton.jit
 def _merge_segments(
-    part_m, part_l, part_acc, out_ptr, cu_seqlens, seq_lens, num_heads, max_segments,
+    part_m, part_norm, part_acc, out_ptr, cu_seqlens, seq_lens, num_heads, max_segments,
     SEGMENT: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     seq = tl.program_id(0).to(tl.int64)
@@ -108,14 +108,14 @@ def _merge_segments(
     row = tl.arange(0, 1)
     dim = tl.arange(0, D)
     m, _, acc = empty_state(1, D)
-    l = tl.zeros([1], tl.float32)
+    norm = tl.zeros([1], tl.float32)
     for segment in range(0, num_segments):
         at = (seq * max_segments + segment) * num_heads + head + row
-        m_next, l_next = tl.load(part_m + at), tl.load(part_l + at)
+        m_next, norm_next = tl.load(part_m + at), tl.load(part_norm + at)
         acc_next = tl.load(part_acc + at[:, None] * D + dim[None, :])
-        m, l, acc = merge(m, l, acc, m_next, l_next, acc_next)
+        m, norm, acc = merge(m, norm, acc, m_next, norm_next, acc_next)
     out_at = (token * num_heads + head + row)[:, None] * D + dim[None, :]
-    tl.store(out_ptr + out_at, finish(l, acc).to(out_ptr.dtype.element_ty))
+    tl.store(out_ptr + out_at, finish(norm, acc).to(out_ptr.dtype.element_ty))
 
 
 def paged_attention(
@@ -141,7 +141,9 @@ def paged_attention(
         paged_prefill(
             q, kv_cache, block_table, cu_seqlens_q, seq_lens, scale, max_seqlen_q, out, tiles
         )
-    _paged_decode(q, kv_cache, block_table, cu_seqlens_q, seq_lens, scale, max_seqlen_k, out, decode)
+    _paged_decode(
+        q, kv_cache, block_table, cu_seqlens_q, seq_lens, scale, max_seqlen_k, out, decode
+    )
     return out
 
 
@@ -160,18 +162,18 @@ def _paged_decode(
     num_splits = min(max_segments, wanted)
     parts = (num_seqs, max_segments, num_heads) if max_segments > 1 else (0,)
     part_m = torch.empty(parts, dtype=torch.float32, device=q.device)
-    part_l = torch.empty_like(part_m)
+    part_norm = torch.empty_like(part_m)
     part_acc = torch.empty(*parts, head_dim, dtype=torch.float32, device=q.device)
     k, v = kv_cache[..., :head_dim], kv_cache[..., head_dim:]
     _decode[(num_seqs * num_splits, num_kv_heads)](
-        q, k, v, out, part_m, part_l, part_acc, cu_seqlens_q, seq_lens, block_table,
+        q, k, v, out, part_m, part_norm, part_acc, cu_seqlens_q, seq_lens, block_table,
         scale * LOG2E, num_tokens, num_seqs, num_heads, num_splits, max_segments,
         q.stride(0), q.stride(1), k.stride(0), k.stride(2), k.stride(1), block_table.stride(0),
         GROUP=group, PAGE=k.shape[2], SEGMENT=SEGMENT, N=kv_block(head_dim), D=head_dim, **config,
     )  # fmt: skip
     if max_segments > 1:
         _merge_segments[(num_seqs, num_heads)](
-            part_m, part_l, part_acc, out, cu_seqlens_q, seq_lens, num_heads, max_segments,
+            part_m, part_norm, part_acc, out, cu_seqlens_q, seq_lens, num_heads, max_segments,
             SEGMENT=SEGMENT, D=head_dim, num_warps=1,
         )  # fmt: skip
 

@@ -26,7 +26,7 @@ _ONES = tl.constexpr(16)  # columns of the product that sums the rows; all equal
 
 def kv_block(head_dim: int) -> int:
     """Keys in one block: part of the schedule."""
-    return 64 if head_dim > 128 else 128
+    return 64
 
 
 def tile_config(head_dim: int, dtype: torch.dtype, rows: int) -> dict[str, int]:
@@ -39,11 +39,11 @@ def tile_config(head_dim: int, dtype: torch.dtype, rows: int) -> dict[str, int]:
 
 
 @triton.jit
-def attend_block(q, k, v, m, l, acc, scale_log2, keys, positions, MASKED: tl.constexpr):
+def attend_block(q, k, v, m, norm, acc, scale_log2, keys, positions, MASKED: tl.constexpr):
     """One KV block of the online softmax.
 
     q [M, D], k and v [N, D], keys [N], positions [M]; the state is the maximum m [M] (in powers
-    of two), the sum l [M, 16] (equal columns) and acc [M, D], all fp32.
+    of two), the sum norm [M, 16] (equal columns) and acc [M, D], all fp32.
     """
     s = tl.dot(q, tl.trans(k), input_precision="ieee")
     if MASKED:
@@ -56,9 +56,9 @@ def attend_block(q, k, v, m, l, acc, scale_log2, keys, positions, MASKED: tl.con
     alpha = tl.exp2(m - base)[:, None]
     # A sum over the tensor core does not follow the layout of threads; tl.sum would.
     ones = tl.full([v.shape[0], _ONES], 1.0, tl.float32).to(v.dtype)
-    l = tl.dot(p, ones, l * alpha, input_precision="ieee")
+    norm = tl.dot(p, ones, norm * alpha, input_precision="ieee")
     acc = tl.dot(p, v, acc * alpha, input_precision="ieee")
-    return m_new, l, acc
+    return m_new, norm, acc
 
 
 @triton.jit
@@ -69,25 +69,25 @@ def empty_state(M: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
-def merge(m, l, acc, m_next, l_next, acc_next):
-    """Add the state of the next segment: m and l [M], acc [M, D]. An empty one changes nothing."""
+def merge(m, norm, acc, m_next, norm_next, acc_next):
+    """Add the state of the next segment: m and norm [M], acc [M, D]. An empty one changes nothing."""
     m_new = tl.maximum(m, m_next)
     base = tl.where(m_new == float("-inf"), 0.0, m_new)
     old, new = tl.exp2(m - base), tl.exp2(m_next - base)
-    l = tl.fma(l_next, new, l * old)
+    norm = tl.fma(norm_next, new, norm * old)
     acc = tl.fma(acc_next, new[:, None], acc * old[:, None])
-    return m_new, l, acc
+    return m_new, norm, acc
 
 
 @triton.jit
-def finish(l, acc):
+def finish(norm, acc):
     """The output rows. Adding zero takes the sign off zeros, which masked blocks could change."""
-    return acc / l[:, None] + 0.0
+    return acc / norm[:, None] + 0.0
 
 
 @triton.jit
 def walk_blocks(
-    q, m, l, acc, positions,
+    q, m, norm, acc, positions,
     k_ptr, v_ptr, k_desc, v_desc, first_row, column, block_table, length, first, last, scale_log2,
     stride_page, stride_row, PAGE: tl.constexpr, PAGED: tl.constexpr, TMA: tl.constexpr,
     N: tl.constexpr, D: tl.constexpr, MASKED: tl.constexpr,
@@ -117,8 +117,8 @@ def walk_blocks(
             else:
                 k = tl.load(k_ptr + at)
                 v = tl.load(v_ptr + at)
-        m, l, acc = attend_block(q, k, v, m, l, acc, scale_log2, keys, positions, MASKED)
-    return m, l, acc
+        m, norm, acc = attend_block(q, k, v, m, norm, acc, scale_log2, keys, positions, MASKED)
+    return m, norm, acc
 
 
 @triton.jit
@@ -182,27 +182,27 @@ def _tiles(
     column = (head // GROUP) * D
 
     m_all, _, acc_all = empty_state(BLOCK_M, D)
-    l_all = tl.zeros([BLOCK_M], tl.float32)
+    norm_all = tl.zeros([BLOCK_M], tl.float32)
     for segment in range(0, tl.cdiv(num_blocks, BLOCKS)):
         first = segment * BLOCKS
         last = tl.minimum(first + BLOCKS, num_blocks)
         turn = tl.maximum(first, tl.minimum(last, num_full))
-        m, l, acc = empty_state(BLOCK_M, D)
-        m, l, acc = walk_blocks(
-            q, m, l, acc, positions, k_ptr, v_ptr, k_desc, v_desc, first_row, column, block_table,
+        m, norm, acc = empty_state(BLOCK_M, D)
+        m, norm, acc = walk_blocks(
+            q, m, norm, acc, positions, k_ptr, v_ptr, k_desc, v_desc, first_row, column, block_table,
             length, first, turn, scale_log2, stride_page, stride_row, PAGE, PAGED, TMA, N, D, False,
         )  # fmt: skip
-        m, l, acc = walk_blocks(
-            q, m, l, acc, positions, k_ptr, v_ptr, k_desc, v_desc, first_row, column, block_table,
+        m, norm, acc = walk_blocks(
+            q, m, norm, acc, positions, k_ptr, v_ptr, k_desc, v_desc, first_row, column, block_table,
             length, turn, last, scale_log2, stride_page, stride_row, PAGE, PAGED, TMA, N, D, True,
         )  # fmt: skip
-        m_all, l_all, acc_all = merge(m_all, l_all, acc_all, m, tl.max(l, 1), acc)
+        m_all, norm_all, acc_all = merge(m_all, norm_all, acc_all, m, tl.max(norm, 1), acc)
 
     out_at = (tokens[:, None] * num_heads + head) * D + dim[None, :]
-    out = finish(l_all, acc_all).to(out_ptr.dtype.element_ty)
+    out = finish(norm_all, acc_all).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + out_at, out, mask=valid[:, None])
     if lse_ptr is not None:
-        lse = (m_all + tl.log2(l_all)) * _LN2
+        lse = (m_all + tl.log2(norm_all)) * _LN2
         tl.store(lse_ptr + tokens * num_heads + head, lse, mask=valid)
 
 
@@ -236,7 +236,9 @@ def use_tma(x: Tensor) -> bool:
 def tensor_map(x: Tensor, rows: int) -> Any:
     """Tiles [rows, D] of x [T, heads, D], read as [T, heads * D]."""
     num_tokens, num_heads, head_dim = x.shape
-    return TensorDescriptor(x, [num_tokens, num_heads * head_dim], [x.stride(0), 1], [rows, head_dim])
+    return TensorDescriptor(
+        x, [num_tokens, num_heads * head_dim], [x.stride(0), 1], [rows, head_dim]
+    )
 
 
 def attention(
