@@ -74,12 +74,12 @@ def _decode(
         turn = tl.minimum(last, length // N)
         m, norm, acc = empty_state(BLOCK_M, D)
         m, norm, acc = walk_blocks(
-            q, m, norm, acc, positions, k_ptr, v_ptr, None, None, 0, 0, block_table, length,
-            first, turn, scale_log2, stride_page, stride_row, PAGE, True, False, N, D, False,
+            q, m, norm, acc, positions, k_ptr, v_ptr, block_table, length, first, turn,
+            scale_log2, stride_page, stride_row, PAGE, True, N, D, False,
         )  # fmt: skip
         m, norm, acc = walk_blocks(
-            q, m, norm, acc, positions, k_ptr, v_ptr, None, None, 0, 0, block_table, length,
-            turn, last, scale_log2, stride_page, stride_row, PAGE, True, False, N, D, True,
+            q, m, norm, acc, positions, k_ptr, v_ptr, block_table, length, turn, last,
+            scale_log2, stride_page, stride_row, PAGE, True, N, D, True,
         )  # fmt: skip
         norm_row = tl.max(norm, 1)
         if num_segments == 1:

@@ -39,19 +39,19 @@ def tile_config(head_dim: int, dtype: torch.dtype, rows: int) -> dict[str, int]:
 
 
 @triton.jit
-def attend_block(q, k, v, m, norm, acc, scale_log2, keys, positions, MASKED: tl.constexpr):
+def attend_block(q, k, v, m, norm, acc, scale_log2, keys, positions, masked):
     """One KV block of the online softmax.
 
     q [M, D], k and v [N, D], keys [N], positions [M]; the state is the maximum m [M] (in powers
-    of two), the sum norm [M, 16] (equal columns) and acc [M, D], all fp32.
+    of two), the sum norm [M, 16] (equal columns) and acc [M, D], all fp32. Masking a block that
+    all rows see whole changes nothing, so `masked` may be False there.
     """
     s = tl.dot(q, tl.trans(k), input_precision="ieee")
-    if MASKED:
+    if masked:
         s = tl.where(keys[None, :] <= positions[:, None], s, float("-inf"))
     m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)
-    base = m_new
-    if MASKED:  # a row that has seen no key yet: no inf - inf
-        base = tl.where(m_new == float("-inf"), 0.0, m_new)
+    # A row that has seen no key yet: no inf - inf.
+    base = tl.where(m_new == float("-inf"), 0.0, m_new)
     p = tl.exp2(tl.fma(s, scale_log2, -base[:, None])).to(v.dtype)
     alpha = tl.exp2(m - base)[:, None]
     # A sum over the tensor core does not follow the layout of threads; tl.sum would.
@@ -87,37 +87,49 @@ def finish(norm, acc):
 
 @triton.jit
 def walk_blocks(
-    q, m, norm, acc, positions,
-    k_ptr, v_ptr, k_desc, v_desc, first_row, column, block_table, length, first, last, scale_log2,
-    stride_page, stride_row, PAGE: tl.constexpr, PAGED: tl.constexpr, TMA: tl.constexpr,
+    q, m, norm, acc, positions, k_ptr, v_ptr, block_table, length, first, last, scale_log2,
+    stride_page, stride_row, PAGE: tl.constexpr, PAGED: tl.constexpr,
     N: tl.constexpr, D: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Blocks [first, last) of one segment. Keys past `length` are never read, but for finite
-    rows of a neighbour where TMA loads whole blocks."""
+    """Blocks [first, last) of one segment, through pointers. Without MASKED, all rows must see
+    them whole; with it, keys past `length` are not read."""
     dim = tl.arange(0, D)
     for block in range(first, last):
         keys = block * N + tl.arange(0, N)
-        if TMA and not MASKED:
-            k = k_desc.load([first_row + block * N, column])
-            v = v_desc.load([first_row + block * N, column])
-        else:
-            if PAGED:
-                if MASKED:
-                    page = tl.load(block_table + keys // PAGE, mask=keys < length, other=0)
-                else:
-                    page = tl.load(block_table + keys // PAGE)
-                rows = page.to(tl.int64) * stride_page + (keys % PAGE) * stride_row
-            else:
-                rows = keys.to(tl.int64) * stride_row
-            at = rows[:, None] + dim[None, :]
+        if PAGED:
             if MASKED:
-                # A page's unused slots can hold NaN, and 0 * NaN is NaN.
-                k = tl.load(k_ptr + at, mask=(keys < length)[:, None], other=0.0)
-                v = tl.load(v_ptr + at, mask=(keys < length)[:, None], other=0.0)
+                page = tl.load(block_table + keys // PAGE, mask=keys < length, other=0)
             else:
-                k = tl.load(k_ptr + at)
-                v = tl.load(v_ptr + at)
+                page = tl.load(block_table + keys // PAGE)
+            rows = page.to(tl.int64) * stride_page + (keys % PAGE) * stride_row
+        else:
+            rows = keys.to(tl.int64) * stride_row
+        at = rows[:, None] + dim[None, :]
+        if MASKED:
+            # A page's unused slots can hold NaN, and 0 * NaN is NaN.
+            k = tl.load(k_ptr + at, mask=(keys < length)[:, None], other=0.0)
+            v = tl.load(v_ptr + at, mask=(keys < length)[:, None], other=0.0)
+        else:
+            k = tl.load(k_ptr + at)
+            v = tl.load(v_ptr + at)
         m, norm, acc = attend_block(q, k, v, m, norm, acc, scale_log2, keys, positions, MASKED)
+    return m, norm, acc
+
+
+@triton.jit
+def walk_mapped(
+    q, m, norm, acc, positions, k_desc, v_desc, first_row, column, first, last, num_full,
+    scale_log2, N: tl.constexpr,
+):  # fmt: skip
+    """Blocks [first, last) of one segment, through tensor maps. All their keys exist; from block
+    `num_full` on, not all rows see them."""
+    for block in range(first, last):
+        k = k_desc.load([first_row + block * N, column])
+        v = v_desc.load([first_row + block * N, column])
+        keys = block * N + tl.arange(0, N)
+        m, norm, acc = attend_block(
+            q, k, v, m, norm, acc, scale_log2, keys, positions, block >= num_full
+        )
     return m, norm, acc
 
 
@@ -186,15 +198,22 @@ def _tiles(
     for segment in range(0, tl.cdiv(num_blocks, BLOCKS)):
         first = segment * BLOCKS
         last = tl.minimum(first + BLOCKS, num_blocks)
-        turn = tl.maximum(first, tl.minimum(last, num_full))
         m, norm, acc = empty_state(BLOCK_M, D)
+        if TMA:
+            turn = tl.maximum(first, tl.minimum(last, length // N))
+            m, norm, acc = walk_mapped(
+                q, m, norm, acc, positions, k_desc, v_desc, first_row, column, first, turn,
+                num_full, scale_log2, N,
+            )  # fmt: skip
+        else:
+            turn = tl.maximum(first, tl.minimum(last, num_full))
+            m, norm, acc = walk_blocks(
+                q, m, norm, acc, positions, k_ptr, v_ptr, block_table, length, first, turn,
+                scale_log2, stride_page, stride_row, PAGE, PAGED, N, D, False,
+            )  # fmt: skip
         m, norm, acc = walk_blocks(
-            q, m, norm, acc, positions, k_ptr, v_ptr, k_desc, v_desc, first_row, column, block_table,
-            length, first, turn, scale_log2, stride_page, stride_row, PAGE, PAGED, TMA, N, D, False,
-        )  # fmt: skip
-        m, norm, acc = walk_blocks(
-            q, m, norm, acc, positions, k_ptr, v_ptr, k_desc, v_desc, first_row, column, block_table,
-            length, turn, last, scale_log2, stride_page, stride_row, PAGE, PAGED, TMA, N, D, True,
+            q, m, norm, acc, positions, k_ptr, v_ptr, block_table, length, turn, last,
+            scale_log2, stride_page, stride_row, PAGE, PAGED, N, D, True,
         )  # fmt: skip
         m_all, norm_all, acc_all = merge(m_all, norm_all, acc_all, m, tl.max(norm, 1), acc)
 
