@@ -64,7 +64,8 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor, positions: Tensor, batch: Batch) -> Tensor:
         """x [T, H], positions [T] -> [T, H]."""
-        qkv = self.qkv_proj(x).view(len(x), -1, self.head_dim)  # [T, heads + 2 kv_heads, D]
-        q, k, v = qkv.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
+        heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
+        qkv = self.qkv_proj(x).view(len(x), sum(heads), self.head_dim)
+        q, k, v = qkv.split(heads, dim=1)  # [T, heads, D], twice [T, kv_heads, D]
         q, k = self.q_norm(q, positions), self.k_norm(k, positions)
         return self.o_proj(self.attn(q, k, v, batch).flatten(1))  # [T, heads * D] -> [T, H]

@@ -2,6 +2,7 @@
 
 from typing import Unpack
 
+import torch
 from torch import Tensor, nn
 
 from isomodels.kernels.rope import rope, rope_table
@@ -27,6 +28,8 @@ class Rope(nn.Module):
         self.table_key = (head_dim, theta, max_positions)
         self.weight = None if norm_eps is None else parameter(head_dim, **placed)
         self.eps = norm_eps or 0.0
+        # Made once, here: a forward then runs operators only.
+        rope_table(*self.table_key, torch.device(placed.get("device") or "cpu"))
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         """x [T, heads, D], positions [T] int64 -> [T, heads, D]."""
