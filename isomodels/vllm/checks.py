@@ -115,7 +115,6 @@ def _parallel_refusals(parallel: Any) -> tuple[tuple[bool, str], ...]:
             parallel.enable_expert_parallel,
             "--enable-expert-parallel is not supported: leave it out",
         ),
-        (parallel.enable_hc_sp, "sequence parallelism is not supported: leave out --enable-hc-sp"),
         (parallel.enable_dbo, "--enable-dbo is not supported: leave it out"),
     )
 
@@ -180,8 +179,13 @@ def _model_refusals(vllm_config: Any) -> tuple[tuple[bool, str], ...]:
 
 def _engine_refusals(vllm_config: Any) -> tuple[tuple[bool, str], ...]:
     processed = vllm_config.model_config.logprobs_mode == "processed_logprobs"
+    passes = vllm_config.compilation_config.pass_config
     uva, prefetch = vllm_config.offload_config.uva, vllm_config.offload_config.prefetch
     return (
+        (
+            bool(getattr(passes, "enable_sp", False)),  # gone in 0.32
+            "sequence parallelism (pass_config.enable_sp) is not supported: leave it out",
+        ),
         (
             vllm_config.kv_transfer_config is not None
             or vllm_config.cache_config.kv_offloading_size is not None,

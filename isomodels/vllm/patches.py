@@ -1,4 +1,4 @@
-"""Every change to vLLM itself, each with its reason. Checked on vLLM 0.32.0.
+"""Every change to vLLM itself, each with its reason. Checked on vLLM 0.30.0, 0.31.0 and 0.32.0.
 
 * `_ModelRegistry.inspect_model_cls` and `resolve_model_cls`: vLLM runs its own class for any
   `model_impl` it does not know. It has no hook between this option and the class.

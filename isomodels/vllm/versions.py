@@ -5,7 +5,7 @@ import importlib.util
 
 from isomodels.errors import HostError
 
-CHECKED_VERSIONS = ("0.32.0",)
+CHECKED_VERSIONS = ("0.30.0", "0.31.0", "0.32.0")
 
 
 def vllm_version() -> str | None:
