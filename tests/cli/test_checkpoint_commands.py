@@ -15,15 +15,8 @@ from isomodels.cli.convert import parse_size
 from isomodels.cli.main import app
 from isomodels.errors import UnsupportedError
 from tests.checkpoints import make_mimo, make_qwen3
+from tests.weights.conftest import SIZES
 from tests.weights.support import edit_config, raw_folder
-
-SIZES = {
-    "vocab_size": 1003,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "head_dim": 16,
-}
 
 
 @pytest.fixture
