@@ -148,7 +148,10 @@ def _write_weights(
             shard[name] = tensor
         known = source is not None and file in source.weight_map.values()
         metadata = source.file_metadata(file) if source is not None and known else {"format": "pt"}
+        (folder / file).touch()
+        mode = (folder / file).stat().st_mode
         save_file(shard, folder / file, metadata=metadata)
+        (folder / file).chmod(mode)  # safetensors lets only the owner read, whatever the umask
         size = sum(tensor.nbytes for tensor in shard.values())
         total += size
         progress(size)

@@ -5,6 +5,7 @@ import fcntl
 import json
 import os
 import resource
+import stat
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -278,3 +279,13 @@ def test_index_metadata_of_the_source_is_kept(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "out", OLD, like=source)
     written = json.loads((tmp_path / "out" / index.name).read_text())
     assert written["metadata"] == {"total_parameters": 26, "total_size": 26 * 4}
+
+
+def test_files_have_the_mode_that_the_umask_gives(tmp_path: Path) -> None:
+    old = os.umask(0o027)
+    try:
+        write_checkpoint(tmp_path / "out", {"a": torch.zeros(3)}, files={"config.json": "{}"})
+    finally:
+        os.umask(old)
+    modes = {stat.S_IMODE(file.stat().st_mode) for file in (tmp_path / "out").iterdir()}
+    assert modes == {0o640}
