@@ -39,14 +39,19 @@ def tile_config(head_dim: int, dtype: torch.dtype, rows: int) -> dict[str, int]:
 
 
 @triton.jit
-def attend_block(q, k, v, m, norm, acc, scale_log2, keys, positions, masked):
+def scores_of(q, k):
+    """q [M, D], k [N, D] -> [M, N] fp32."""
+    return tl.dot(q, tl.trans(k), input_precision="ieee")
+
+
+@triton.jit
+def absorb(s, v, m, norm, acc, scale_log2, keys, positions, masked):
     """One KV block of the online softmax.
 
-    q [M, D], k and v [N, D], keys [N], positions [M]; the state is the maximum m [M] (in powers
+    Scores s [M, N], v [N, D], keys [N], positions [M]; the state is the maximum m [M] (in powers
     of two), the sum norm [M, 16] (equal columns) and acc [M, D], all fp32. Masking a block that
     all rows see whole changes nothing, so `masked` may be False there.
     """
-    s = tl.dot(q, tl.trans(k), input_precision="ieee")
     if masked:
         s = tl.where(keys[None, :] <= positions[:, None], s, float("-inf"))
     m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)
@@ -86,51 +91,55 @@ def finish(norm, acc):
 
 
 @triton.jit
-def walk_blocks(
-    q, m, norm, acc, positions, k_ptr, v_ptr, block_table, length, first, last, scale_log2,
-    stride_page, stride_row, PAGE: tl.constexpr, PAGED: tl.constexpr,
-    N: tl.constexpr, D: tl.constexpr, MASKED: tl.constexpr,
+def load_block(
+    k_ptr, v_ptr, block_table, block, length, stride_page, stride_row,
+    PAGE: tl.constexpr, PAGED: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Blocks [first, last) of one segment, through pointers. Without MASKED, all rows must see
-    them whole; with it, keys past `length` are not read."""
-    dim = tl.arange(0, D)
-    for block in range(first, last):
-        keys = block * N + tl.arange(0, N)
-        if PAGED:
-            if MASKED:
-                page = tl.load(block_table + keys // PAGE, mask=keys < length, other=0)
-            else:
-                page = tl.load(block_table + keys // PAGE)
-            rows = page.to(tl.int64) * stride_page + (keys % PAGE) * stride_row
+    """K and V [N, D] of one block of a sequence. Unless all its keys exist (WHOLE), those past
+    `length` are zero: a page's unused slots can hold NaN, and 0 * NaN is NaN."""
+    keys = block * N + tl.arange(0, N)
+    if PAGED:
+        if WHOLE:
+            page = tl.load(block_table + keys // PAGE)
         else:
-            rows = keys.to(tl.int64) * stride_row
-        at = rows[:, None] + dim[None, :]
-        if MASKED:
-            # A page's unused slots can hold NaN, and 0 * NaN is NaN.
-            k = tl.load(k_ptr + at, mask=(keys < length)[:, None], other=0.0)
-            v = tl.load(v_ptr + at, mask=(keys < length)[:, None], other=0.0)
-        else:
-            k = tl.load(k_ptr + at)
-            v = tl.load(v_ptr + at)
-        m, norm, acc = attend_block(q, k, v, m, norm, acc, scale_log2, keys, positions, MASKED)
-    return m, norm, acc
+            page = tl.load(block_table + keys // PAGE, mask=keys < length, other=0)
+        rows = page.to(tl.int64) * stride_page + (keys % PAGE) * stride_row
+    else:
+        rows = keys.to(tl.int64) * stride_row
+    at = rows[:, None] + tl.arange(0, D)[None, :]
+    if WHOLE:
+        return tl.load(k_ptr + at), tl.load(v_ptr + at)
+    exists = (keys < length)[:, None]
+    k = tl.load(k_ptr + at, mask=exists, other=0.0)
+    v = tl.load(v_ptr + at, mask=exists, other=0.0)
+    return k, v
 
 
 @triton.jit
-def walk_mapped(
-    q, m, norm, acc, positions, k_desc, v_desc, first_row, column, first, last, num_full,
-    scale_log2, N: tl.constexpr,
+def _walk(
+    q, m, norm, acc, m_all, norm_all, acc_all, positions, k_ptr, v_ptr, k_desc, v_desc, first_row,
+    column, block_table, length, first, last, num_full, scale_log2, stride_page, stride_row,
+    PAGE: tl.constexpr, PAGED: tl.constexpr, TMA: tl.constexpr, WHOLE: tl.constexpr,
+    BLOCKS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """Blocks [first, last) of one segment, through tensor maps. All their keys exist; from block
-    `num_full` on, not all rows see them."""
+    """Blocks [first, last) of a row of tiles. From block `num_full` on, not all rows see them."""
     for block in range(first, last):
-        k = k_desc.load([first_row + block * N, column])
-        v = v_desc.load([first_row + block * N, column])
+        if TMA:
+            k = k_desc.load([first_row + block * N, column])
+            v = v_desc.load([first_row + block * N, column])
+        else:
+            k, v = load_block(
+                k_ptr, v_ptr, block_table, block, length, stride_page, stride_row,
+                PAGE, PAGED, N, D, WHOLE,
+            )  # fmt: skip
+        s = scores_of(q, k)
+        if (block % BLOCKS == 0) & (block > 0):  # a new segment
+            m_all, norm_all, acc_all = merge(m_all, norm_all, acc_all, m, tl.max(norm, 1), acc)
+            m, norm, acc = empty_state(M, D)
         keys = block * N + tl.arange(0, N)
-        m, norm, acc = attend_block(
-            q, k, v, m, norm, acc, scale_log2, keys, positions, block >= num_full
-        )
-    return m, norm, acc
+        m, norm, acc = absorb(s, v, m, norm, acc, scale_log2, keys, positions, block >= num_full)
+    return m, norm, acc, m_all, norm_all, acc_all
 
 
 @triton.jit
@@ -195,27 +204,20 @@ def _tiles(
 
     m_all, _, acc_all = empty_state(BLOCK_M, D)
     norm_all = tl.zeros([BLOCK_M], tl.float32)
-    for segment in range(0, tl.cdiv(num_blocks, BLOCKS)):
-        first = segment * BLOCKS
-        last = tl.minimum(first + BLOCKS, num_blocks)
-        m, norm, acc = empty_state(BLOCK_M, D)
-        if TMA:
-            turn = tl.maximum(first, tl.minimum(last, length // N))
-            m, norm, acc = walk_mapped(
-                q, m, norm, acc, positions, k_desc, v_desc, first_row, column, first, turn,
-                num_full, scale_log2, N,
-            )  # fmt: skip
-        else:
-            turn = tl.maximum(first, tl.minimum(last, num_full))
-            m, norm, acc = walk_blocks(
-                q, m, norm, acc, positions, k_ptr, v_ptr, block_table, length, first, turn,
-                scale_log2, stride_page, stride_row, PAGE, PAGED, N, D, False,
-            )  # fmt: skip
-        m, norm, acc = walk_blocks(
-            q, m, norm, acc, positions, k_ptr, v_ptr, block_table, length, turn, last,
-            scale_log2, stride_page, stride_row, PAGE, PAGED, N, D, True,
-        )  # fmt: skip
-        m_all, norm_all, acc_all = merge(m_all, norm_all, acc_all, m, tl.max(norm, 1), acc)
+    m, norm, acc = empty_state(BLOCK_M, D)
+    # Tensor maps serve blocks whose keys all exist: past a sequence's end lies another one.
+    turn = tl.minimum(num_blocks, length // N if TMA else num_full)
+    m, norm, acc, m_all, norm_all, acc_all = _walk(
+        q, m, norm, acc, m_all, norm_all, acc_all, positions, k_ptr, v_ptr, k_desc, v_desc,
+        first_row, column, block_table, length, 0, turn, num_full, scale_log2, stride_page,
+        stride_row, PAGE, PAGED, TMA, True, BLOCKS, BLOCK_M, N, D,
+    )  # fmt: skip
+    m, norm, acc, m_all, norm_all, acc_all = _walk(
+        q, m, norm, acc, m_all, norm_all, acc_all, positions, k_ptr, v_ptr, k_desc, v_desc,
+        first_row, column, block_table, length, turn, num_blocks, num_full, scale_log2, stride_page,
+        stride_row, PAGE, PAGED, False, False, BLOCKS, BLOCK_M, N, D,
+    )  # fmt: skip
+    m_all, norm_all, acc_all = merge(m_all, norm_all, acc_all, m, tl.max(norm, 1), acc)
 
     out_at = (tokens[:, None] * num_heads + head) * D + dim[None, :]
     out = finish(norm_all, acc_all).to(out_ptr.dtype.element_ty)
