@@ -36,8 +36,7 @@ WRITE_SCHEDULE = declare(Schedule("write_kv_cache", "torch", 1))
 _TRITON_CONSTANTS: dict[str, int | str] = {
     "accumulate": "float32",
     "segment": 2048,
-    "kv_block": 128,
-    "kv_block_above_head_dim_128": 64,
+    "kv_block": 64,
     "softmax": "online in powers of two, offsets in scaled units",
     "probabilities": "rounded to the input dtype, for the sum too",
     "sum": "product with ones on the tensor core",
@@ -151,21 +150,21 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tens
     num_rows = round_up(n * group, TILE_ROWS)
     q_tiles = torch.zeros(num_kv_heads, num_rows, head_dim, dtype=torch.float32)
     q_tiles[:, : n * group] = q_rows
-    q_tiles = q_tiles.view(num_kv_heads, -1, TILE_ROWS, head_dim)
+    q_tiles = q_tiles.view(-1, TILE_ROWS, head_dim)  # the tiles of kv head 0, then of 1, ...
     k_blocks, v_blocks = _blocks(k), _blocks(v)
 
     # padding rows repeat the last position, so that no row is without a key
     tokens = (torch.arange(num_rows) // group).clamp_(max=n - 1)
-    positions = (first_position + tokens).view(-1, TILE_ROWS)  # [tiles, 16]
+    positions = (first_position + tokens).repeat(num_kv_heads).view(-1, TILE_ROWS)
+    heads = torch.arange(num_kv_heads).repeat_interleave(num_rows // TILE_ROWS).tolist()
 
     out = torch.empty_like(q_tiles)
-    lse = torch.empty(q_tiles.shape[:3], dtype=torch.float32)
-    for head in range(num_kv_heads):
-        for start in range(0, len(positions), _TILES_AT_ONCE):
-            tiles = slice(start, start + _TILES_AT_ONCE)
-            out[head, tiles], lse[head, tiles] = _attend_tiles(
-                q_tiles[head, tiles], k_blocks[head], v_blocks[head], positions[tiles], scale
-            )
+    lse = torch.empty(q_tiles.shape[:2], dtype=torch.float32)
+    for start in range(0, len(heads), _TILES_AT_ONCE):
+        tiles = slice(start, start + _TILES_AT_ONCE)
+        out[tiles], lse[tiles] = _attend_tiles(
+            q_tiles[tiles], k_blocks, v_blocks, heads[tiles], positions[tiles], scale
+        )
     # [kv_heads, n * group, D] -> [n, heads, D]
     out = out.view(num_kv_heads, num_rows, head_dim)[:, : n * group]
     out = out.reshape(num_kv_heads, n, group, head_dim).transpose(0, 1)
@@ -183,19 +182,20 @@ def _blocks(x: Tensor) -> Tensor:
 
 
 def _attend_tiles(
-    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scale: float
+    q: Tensor, k: Tensor, v: Tensor, heads: list[int], positions: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Tiles of one kv head.
+    """Some tiles of a sequence.
 
-    q [tiles, 16, D], k and v [blocks, 64, D], positions [tiles, 16]
-    -> out [tiles, 16, D], lse [tiles, 16].
+    q [tiles, 16, D], k and v [kv_heads, blocks, 64, D], kv head of each tile,
+    positions [tiles, 16] -> out [tiles, 16, D], lse [tiles, 16].
     """
     blocks_of_tile = (positions[:, -1] // KV_BLOCK + 1).tolist()
     num_blocks = max(blocks_of_tile)
     scores = torch.zeros(num_blocks, len(q), TILE_ROWS, KV_BLOCK, dtype=torch.float32)
-    for tile, q_tile in enumerate(q.unbind()):
+    k_blocks, v_blocks = ([head.unbind() for head in x.unbind()] for x in (k, v))
+    for tile, (q_tile, head) in enumerate(zip(q.unbind(), heads, strict=True)):
         for block in range(blocks_of_tile[tile]):
-            torch.mm(q_tile, k[block].t(), out=scores[block, tile])
+            torch.mm(q_tile, k_blocks[head][block].t(), out=scores[block, tile])
     keys = torch.arange(num_blocks * KV_BLOCK).view(num_blocks, 1, 1, KV_BLOCK)
     visible = keys <= positions[None, :, :, None]
     scores = torch.where(visible, scores * scale, -torch.inf)
@@ -210,9 +210,9 @@ def _attend_tiles(
     for block in range(num_blocks):
         total = total + block_sums[block]
         product = torch.zeros_like(out)
-        for tile in range(len(q)):
+        for tile, head in enumerate(heads):
             if block < blocks_of_tile[tile]:
-                torch.mm(weights[block, tile], v[block], out=product[tile])
+                torch.mm(weights[block, tile], v_blocks[head][block], out=product[tile])
         out = out + product
     return out / total.unsqueeze(-1), row_max + torch.log(total)
 
@@ -274,6 +274,67 @@ def _(k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
     return None
 
 
+@torch.library.custom_op("isomodels::attention_backward", mutates_args=(), device_types="cpu")
+def attention_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `attention`; equal from run to run, no part of the parity contract.
+
+    Args:
+        grad: gradient of the output, [T, num_heads, head_dim].
+        q, k, v, cu_seqlens, scale: as given to `attention`.
+        out, lse: what it returned.
+
+    Returns:
+        Gradients of q, k and v, each of its shape and dtype.
+    """
+    dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    for start, end in itertools.pairwise(cu_seqlens.tolist()):
+        rows = slice(start, end)
+        dq[rows], dk[rows], dv[rows] = _attend_backward(
+            grad[rows], q[rows], k[rows], v[rows], out[rows], lse[rows], scale
+        )
+    return dq, dk, dv
+
+
+@attention_backward.register_kernel("cuda")
+def _(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    from isomodels.kernels import attention_backward_triton as triton_backend
+
+    return triton_backend.attention_backward(grad, q, k, v, cu_seqlens, out, lse, scale)
+
+
+@attention_backward.register_fake
+def _(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    return dq, dk, dv
+
+
 def _setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
     q, k, v, cu_seqlens, ctx.scale = inputs
     ctx.mark_non_differentiable(output[1])
@@ -281,20 +342,7 @@ def _setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
 
 
 def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple:
-    q, k, v, cu_seqlens, out, lse = ctx.saved_tensors
-    if grad.is_cuda:
-        from isomodels.kernels.attention_backward_triton import attention_backward
-
-        grads = attention_backward(grad, q, k, v, cu_seqlens, out, lse, ctx.scale)
-        return *grads, None, None
-    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    bounds = cu_seqlens.tolist()
-    for start, end in itertools.pairwise(bounds):
-        rows = slice(start, end)
-        dq[rows], dk[rows], dv[rows] = _attend_backward(
-            grad[rows], q[rows], k[rows], v[rows], out[rows], lse[rows], ctx.scale
-        )
-    return dq, dk, dv, None, None
+    return *attention_backward(grad, *ctx.saved_tensors, ctx.scale), None, None
 
 
 def _attend_backward(
