@@ -24,13 +24,11 @@ def backward_configs(head_dim: int, dtype: torch.dtype) -> tuple[dict[str, int],
         small = {"BLOCK_M": 16, "BLOCK_N": 32, "num_warps": 4, "num_stages": 1}
         return small, {**small, "BLOCK_M": 32, "BLOCK_N": 16}
     if head_dim > 128:
-        return (
-            {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 8, "num_stages": 2},
-            {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 8, "num_stages": 2},
-        )
+        tile = {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 8, "num_stages": 2}
+        return {**tile, "BLOCK_M": 32}, tile
     return (
-        {"BLOCK_M": 64, "BLOCK_N": 128, "num_warps": 8, "num_stages": 2},
-        {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8, "num_stages": 2},
+        {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 2},
+        {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8, "num_stages": 3},
     )
 
 
@@ -145,13 +143,13 @@ def _dkdv(
         head = kv_head * GROUP + member
         dk, dv = _key_gradients(
             dk, dv, k, v, keys, q_ptr, q_desc, grad_ptr, grad_desc, terms_ptr, terms_desc,
-            first_row, num_rows, first_slot, num_slots, head, num_heads, first, turn, scale_log2, stride_qt, stride_qh,
-            TMA, True, BLOCK_M, D,
+            first_row, num_rows, first_slot, num_slots, head, num_heads, first, turn, scale_log2,
+            stride_qt, stride_qh, TMA, True, BLOCK_M, D,
         )  # fmt: skip
         dk, dv = _key_gradients(
             dk, dv, k, v, keys, q_ptr, q_desc, grad_ptr, grad_desc, terms_ptr, terms_desc,
-            first_row, num_rows, first_slot, num_slots, head, num_heads, turn, last, scale_log2, stride_qt, stride_qh,
-            TMA, False, BLOCK_M, D,
+            first_row, num_rows, first_slot, num_slots, head, num_heads, turn, last, scale_log2,
+            stride_qt, stride_qh, TMA, False, BLOCK_M, D,
         )  # fmt: skip
     out_at = ((offset + keys)[:, None] * num_kv_heads + kv_head) * D + dim[None, :]
     tl.store(dk_ptr + out_at, (dk * scale).to(dk_ptr.dtype.element_ty), mask=valid)

@@ -6,7 +6,8 @@ counted from position 0. Within a segment: online softmax in fp32, the probabili
 input dtype, their sum and their product with V both taken by the tensor core in block order.
 Segments are merged in ascending order. Query tile, warps and stages are tuning.
 
-Mathematics: Dao et al., FlashAttention (2022); merging of partial softmaxes, Rabe and Staats (2021).
+Mathematics: Dao et al., FlashAttention (2022); merging of partial softmaxes, Rabe and Staats
+(2021).
 """
 
 from typing import Any
@@ -75,7 +76,7 @@ def empty_state(M: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def merge(m, norm, acc, m_next, norm_next, acc_next):
-    """Add the state of the next segment: m and norm [M], acc [M, D]. An empty one changes nothing."""
+    """Add the state of the next segment, m and norm [M], acc [M, D]: nothing if it is empty."""
     m_new = tl.maximum(m, m_next)
     base = tl.where(m_new == float("-inf"), 0.0, m_new)
     old, new = tl.exp2(m - base), tl.exp2(m_next - base)

@@ -86,9 +86,10 @@ class Case:
         ends = [b for _, _, b in runs] + [0] * padding
         sequences = [s for s, _, _ in runs] + [0] * padding
         q = torch.cat((self.q[at], self.q.new_full((padding, *self.q.shape[1:]), torch.nan)))
+        bounds = self.int32([0, *itertools.accumulate(counts)])
         out = attention_decode_triton.paged_attention(
-            q, self.cache, self.block_table[sequences], self.int32([0, *itertools.accumulate(counts)]),
-            self.int32(ends), self.scale, max(counts), bound_k or max(ends), **configs,
+            q, self.cache, self.block_table[sequences], bounds, self.int32(ends),
+            self.scale, max(counts), bound_k or max(ends), **configs,
         )  # fmt: skip
         assert not out[len(at) :].any(), "padding rows must be zero"
         return out[: len(at)], at
