@@ -9,7 +9,6 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from isomodels.config import DTYPES, read_config
 from isomodels.errors import CheckpointError, UnsupportedError
 
 DEFAULT_ARCH = "Qwen3ForCausalLM"
@@ -48,6 +47,7 @@ def parity(
 
     Example: isomodels parity --arch MiMoForCausalLM --dtype float32
     """
+    from isomodels.config import DTYPES
     from isomodels.parity.report import as_json, print_report
     from isomodels.parity.run import run_parity
 
@@ -79,6 +79,7 @@ def _choose(
     checkpoint: Path | None, arch: str | None, dtype: str | None, seed: int, folder: Path
 ) -> Path:
     """The checkpoint to run: as given, cast, or random."""
+    from isomodels.config import read_config
     from isomodels.parity.checkpoints import cast_checkpoint, random_checkpoint
 
     if checkpoint is None:
