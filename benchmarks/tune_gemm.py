@@ -16,6 +16,7 @@ from benchmarks.harness import copies, time_ms
 from benchmarks.linear import BF16, SHAPES, SHAPES_35B, TREES
 from isomodels.kernels.gemm_triton import Config, gemm
 from isomodels.kernels.gemm_tuning import DEFAULTS, bucket
+from isomodels.kernels.row_linear import LEAVES
 
 CANDIDATES: dict[str, dict[int, list[tuple[int, ...]]]] = {
     "nt": {
@@ -36,11 +37,13 @@ CANDIDATES: dict[str, dict[int, list[tuple[int, ...]]]] = {
         ],
         256: [
             (128, 64, 128, 4, 4),
-            (128, 64, 64, 4, 4, 0, 1, 2),
+            (64, 128, 128, 4, 4),
             (128, 128, 64, 4, 8),
+            (128, 128, 128, 3, 8),
             (64, 128, 64, 4, 4, 0, 1, 2),
-            (256, 64, 64, 5, 8),
-            (256, 128, 64, 3, 8),
+            (256, 64, 64, 4, 8),
+            (64, 256, 64, 4, 8),
+            (64, 64, 64, 4, 4, 0, 1, 3),
             (128, 256, 64, 3, 8),
         ],
         1024: [
@@ -57,16 +60,20 @@ CANDIDATES: dict[str, dict[int, list[tuple[int, ...]]]] = {
         ],
     },
     "tree": {
-        8: [(16, 64, 128, 5, 4, 1), (16, 64, 128, 4, 4, 1, 1, 2), (16, 32, 256, 4, 4)],
-        64: [(64, 32, 128, 5, 4), (64, 32, 128, 4, 4, 0, 1, 2), (64, 64, 128, 4, 8)],
-        256: [(128, 64, 64, 5, 8), (64, 64, 128, 4, 8), (64, 64, 64, 6, 4, 0, 1, 2)],
-        1024: [(128, 128, 64, 4, 8), (128, 64, 64, 5, 8), (64, 128, 64, 5, 8)],
-        8192: [
-            (128, 128, 64, 4, 8),
-            (128, 64, 64, 5, 8),
-            (64, 128, 64, 5, 8),
-            (64, 128, 64, 3, 4, 0, 1, 2),
+        8: [(16, 32, 256, 4, 4), (16, 64, 256, 4, 4, 1), (16, 64, 128, 5, 4, 1)],
+        64: [(64, 32, 128, 5, 4), (64, 64, 128, 5, 4), (64, 32, 256, 3, 4)],
+        256: [
+            (128, 64, 128, 4, 4),
+            (64, 128, 128, 4, 4),
+            (64, 64, 64, 6, 4, 0, 1, 2),
+            (128, 128, 128, 3, 8),
         ],
+        1024: [
+            (128, 256, 64, 4, 8, 0, 2),
+            (128, 128, 64, 5, 8),
+            (128, 128, 128, 3, 8),
+        ],
+        8192: [(128, 256, 64, 4, 8, 0, 2), (128, 256, 64, 3, 8), (128, 128, 64, 5, 8)],
     },
     "nn": {8192: [(128, 256, 64, 3, 8), (128, 256, 64, 4, 8, 0, 2), (256, 128, 64, 3, 8)]},
     "tn": {8192: [(128, 256, 64, 3, 8), (128, 256, 64, 4, 8, 0, 2), (256, 128, 64, 3, 8)]},
@@ -119,13 +126,14 @@ def shapes_of(kind: str, m: int) -> list[tuple[int, int, int]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trees", action="store_true")
-    parser.add_argument("--leaves", type=int, default=8, help="of the trees that are tuned")
+    parser.add_argument("--leaves", type=int, default=LEAVES, help="of the trees that are tuned")
+    parser.add_argument("--counts", type=int, nargs="+", default=[1, 2, 4, 8], help="for --trees")
     parser.add_argument("--out", type=Path, default=Path("kernels/gemm_tuned.py"))
     options = parser.parse_args()
     kinds = ["tree"] if options.trees else list(CANDIDATES)
     counts = {kind: [1] for kind in kinds} | {"tree": [options.leaves]}
     if options.trees:
-        counts["tree"] = [1, 2, 4, 8]
+        counts["tree"] = options.counts
     jobs = [
         (kind, config, leaves)
         for kind in kinds
@@ -139,7 +147,7 @@ def main() -> None:
     bad = {job for job in jobs if any(f.startswith(str(job)) for f in failures)}
     tuned = {}
     for kind in kinds:
-        for m in CANDIDATES[kind]:
+        for m in list(CANDIDATES[kind]):
             for shape in shapes_of(kind, m):
                 for leaves in counts[kind]:
                     found = measure(kind, m, *shape[1:], leaves, bad) if kind != "tn" else None

@@ -39,6 +39,20 @@ def _(input_ids: Tensor, weight: Tensor) -> Tensor:
     return weight.new_empty(input_ids.shape[0], weight.shape[1])
 
 
+# An operator of its own, so that torch.compile need not look into Triton launches.
+@torch.library.custom_op("isomodels::embedding_backward", mutates_args=(), device_types="cuda")
+def embedding_backward(grad: Tensor, input_ids: Tensor, vocab_size: int) -> Tensor:
+    """Sums of grad [T, H] by id on the GPU -> [V, H], in fp32 and rounded once."""
+    from isomodels.kernels import embedding_triton
+
+    return embedding_triton.embedding_backward(grad, input_ids, vocab_size, grad.dtype)
+
+
+@embedding_backward.register_fake
+def _(grad: Tensor, input_ids: Tensor, vocab_size: int) -> Tensor:
+    return grad.new_empty(vocab_size, grad.shape[1])
+
+
 def _setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
     input_ids, weight = inputs
     ctx.save_for_backward(input_ids)
@@ -48,11 +62,8 @@ def _setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
 def _backward(ctx: Any, grad: Tensor) -> tuple:
     (input_ids,) = ctx.saved_tensors
     if grad.is_cuda:
-        from isomodels.kernels import embedding_triton
-
-        return None, embedding_triton.embedding_backward(
-            grad, input_ids, ctx.weight_shape[0], ctx.weight_dtype
-        )
+        dweight = embedding_backward(grad, input_ids, ctx.weight_shape[0])
+        return None, dweight.to(ctx.weight_dtype)
     # fp32, or a frequent token's gradient stops growing in bf16
     dweight = torch.zeros(ctx.weight_shape, dtype=torch.float32)
     dweight.index_add_(0, input_ids, grad.float())

@@ -15,6 +15,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from isomodels.kernels.common_triton import processors
+from isomodels.kernels.park_triton import park, parking_places, pop_asm, unpark_all
 
 _ALIGNMENT = 16  # bytes, of base and strides, that the bulk copy engine asks for
 TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
@@ -33,6 +34,8 @@ class Config(NamedTuple):
     occupancy: int = 1  # programs a multiprocessor
 
 
+_IN_REGISTERS = 16  # elements a thread up to which a tree keeps its waiting sums in registers
+_PACK = 16  # loads of a parked sum that are under way before the first is added
 FP32 = Config(64, 64, 32, 2, 4)
 
 
@@ -92,10 +95,11 @@ def _store(
 # Not specialised by sizes: a batch of a new size compiles nothing.
 @triton.jit(do_not_specialize=["M", "N", "leaf_steps"])
 def _gemm(
-    a_desc, b_desc, c_desc, bias_ptr, M, N, leaf_steps,
+    a_desc, b_desc, c_desc, bias_ptr, parked_ptr, M, N, leaf_steps,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
     A_T: tl.constexpr, B_T: tl.constexpr, SWAP: tl.constexpr, SUBTILES: tl.constexpr,
     LEAVES: tl.constexpr, HAS_BIAS: tl.constexpr, ADD_TO_C: tl.constexpr, OUT: tl.constexpr,
+    PARK: tl.constexpr, POP: tl.constexpr, CONSTRAINTS: tl.constexpr, PACK: tl.constexpr,
 ):  # fmt: skip
     """One loop over all K blocks of all tiles of this program, so that loads run ahead of tiles."""
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
@@ -108,12 +112,12 @@ def _gemm(
         acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     else:
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    # One waiting sum a level of the tree.
-    if LEAVES >= 2:
+    # One waiting sum a level of the tree: in registers, or parked in memory where tiles are large.
+    if LEAVES >= 2 and not PARK:
         one = acc
-    if LEAVES >= 4:
+    if LEAVES >= 4 and not PARK:
         two = acc
-    if LEAVES >= 8:
+    if LEAVES >= 8 and not PARK:
         four = acc
     for _ in range(mine * leaf_steps * LEAVES):
         step = tl.where(step == leaf_steps - 1, 0, step + 1)
@@ -130,16 +134,22 @@ def _gemm(
         else:
             acc = tl.dot(a, tl.trans(b), acc, input_precision="ieee")
         if step == leaf_steps - 1:
-            # Selections, not branches: a branch would keep two versions of each sum in registers.
             total = acc
-            if LEAVES >= 2:
+            if PARK:
+                level = parked_ptr + tl.program_id(0) * (3 * BLOCK_M * BLOCK_N)
+                level += parking_places(BLOCK_M, BLOCK_N)
+                total = unpark_all(total, level, leaf, BLOCK_M * BLOCK_N, POP, CONSTRAINTS, PACK)
+                if leaf < LEAVES - 1:
+                    park(total, level, leaf, BLOCK_M * BLOCK_N, POP)
+            # Selections, not branches: a branch would keep two versions of each sum in registers.
+            if LEAVES >= 2 and not PARK:
                 total = one + acc
                 one = tl.where(leaf % 2 == 0, acc, one)
-            if LEAVES >= 4:
+            if LEAVES >= 4 and not PARK:
                 pair = total
                 total = two + pair
                 two = tl.where(leaf % 4 == 1, pair, two)
-            if LEAVES >= 8:
+            if LEAVES >= 8 and not PARK:
                 quarter = total
                 total = four + quarter
                 four = tl.where(leaf % 8 == 3, quarter, four)
@@ -228,11 +238,19 @@ def gemm(
     target = bulk(out)
     c_desc = descriptor(target, [block_m, block_n // config.subtiles])
     tiles = triton.cdiv(m, block_m) * triton.cdiv(n, block_n)
-    _gemm[(min(tiles, processors(a) * config.occupancy),)](
-        a_desc, b_desc, c_desc, bias, m, n, triton.cdiv(k // leaves, block_k),
+    programs = min(tiles, processors(a) * config.occupancy)
+    each = block_m * block_n // (32 * config.warps)  # elements a thread
+    parks = leaves > 1 and not config.swap and each > _IN_REGISTERS
+    parked = torch.empty(
+        programs * 3 * block_m * block_n if parks else 0, dtype=torch.float32, device=a.device
+    )
+    pop, constraints = pop_asm(min(each, _PACK)) if parks and a.is_cuda else ("", "")
+    _gemm[(programs,)](
+        a_desc, b_desc, c_desc, bias, parked, m, n, triton.cdiv(k // leaves, block_k),
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, GROUP=8,
         A_T=a_t, B_T=b_t, SWAP=bool(config.swap), SUBTILES=config.subtiles, LEAVES=leaves,
         HAS_BIAS=bias is not None, ADD_TO_C=add, OUT=TRITON_DTYPES[out_dtype],
+        PARK=parks, POP=pop, CONSTRAINTS=constraints, PACK=min(each, _PACK),
         num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
     return out if target is out else out.copy_(target)

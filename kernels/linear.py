@@ -97,6 +97,33 @@ def _backward(ctx: Any, grad: Tensor) -> tuple:
     return dx, dweight, dbias
 
 
+# Operators of their own, so that torch.compile need not look into Triton launches.
+@torch.library.custom_op("isomodels::linear_input_gradient", mutates_args=(), device_types="cuda")
+def linear_input_gradient(grad: Tensor, weight: Tensor) -> Tensor:
+    """dX = dY W on the GPU: grad [T, N], weight [N, K] -> [T, K]."""
+    from isomodels.kernels import linear_triton
+
+    return linear_triton.input_gradient(grad, weight)
+
+
+@torch.library.custom_op("isomodels::linear_weight_gradient", mutates_args=(), device_types="cuda")
+def linear_weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
+    """dW = dY^T X on the GPU: grad [T, N], x [T, K] -> [N, K]."""
+    from isomodels.kernels import linear_triton
+
+    return linear_triton.weight_gradient(grad, x)
+
+
+@linear_input_gradient.register_fake
+def _(grad: Tensor, weight: Tensor) -> Tensor:
+    return grad.new_empty(grad.shape[0], weight.shape[1])
+
+
+@linear_weight_gradient.register_fake
+def _(grad: Tensor, x: Tensor) -> Tensor:
+    return grad.new_empty(grad.shape[1], x.shape[1])
+
+
 def product_gradients(
     grad: Tensor, x: Tensor, weight: Tensor, needs_x: bool, needs_weight: bool
 ) -> tuple[Tensor | None, Tensor | None]:
@@ -113,9 +140,8 @@ def product_gradients(
         (dx [T, K], dweight [N, K]); None for what is not asked for.
     """
     if grad.is_cuda:
-        from isomodels.kernels import linear_triton
-
-        return linear_triton.gradients(grad, x, weight, needs_x, needs_weight)
+        dx = linear_input_gradient(grad, weight) if needs_x else None
+        return dx, linear_weight_gradient(grad, x) if needs_weight else None
     grad = grad.float()
     dx = (grad @ weight.float()).to(x.dtype) if needs_x else None
     dweight = (grad.t() @ x.float()).to(weight.dtype) if needs_weight else None

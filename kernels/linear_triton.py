@@ -35,11 +35,3 @@ def weight_gradient(grad: Tensor, x: Tensor, out: Tensor | None = None) -> Tenso
     """dW = dY^T X: grad [T, N], x [T, K] -> [N, K], in `out` where it is given."""
     config = tuning("tn", grad, grad.shape[1], x.shape[1], grad.shape[0])
     return gemm(grad, x, config, out_dtype=grad.dtype, a_t=True, b_t=True, out=out)
-
-
-def gradients(
-    grad: Tensor, x: Tensor, weight: Tensor, needs_x: bool, needs_weight: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    """(dX [T, K], dW [N, K]) of a linear without bias; deterministic, accumulated in fp32."""
-    dx = input_gradient(grad, weight) if needs_x else None
-    return dx, weight_gradient(grad, x) if needs_weight else None

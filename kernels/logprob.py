@@ -204,6 +204,49 @@ def _(
     )
 
 
+# Operators of their own, so that torch.compile need not look into Triton launches.
+@torch.library.custom_op("isomodels::logits_backward", mutates_args=(), device_types="cuda")
+def logits_backward(grad: Tensor, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """grad [T, V] fp32 of the logits -> (dhidden [T, H], dweight [V, H]) on the GPU."""
+    from isomodels.kernels import logprob_triton
+
+    return logprob_triton.logits_backward(grad, hidden, weight)
+
+
+@torch.library.custom_op("isomodels::token_logprobs_backward", mutates_args=(), device_types="cuda")
+def token_logprobs_backward(
+    grad: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    normalizer: Tensor,
+    temperature: float,
+) -> tuple[Tensor, Tensor]:
+    """grad [T] fp32 of the logprobs -> (dhidden [T, H], dweight [V, H]) on the GPU."""
+    from isomodels.kernels import logprob_triton
+
+    return logprob_triton.token_logprobs_backward(
+        grad, hidden, weight, targets, normalizer, temperature
+    )
+
+
+@logits_backward.register_fake
+def _(grad: Tensor, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    return hidden.new_empty(hidden.shape), weight.new_empty(weight.shape)
+
+
+@token_logprobs_backward.register_fake
+def _(
+    grad: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    normalizer: Tensor,
+    temperature: float,
+) -> tuple[Tensor, Tensor]:
+    return hidden.new_empty(hidden.shape), weight.new_empty(weight.shape)
+
+
 def _lm_head_setup(ctx: Any, inputs: tuple, output: Any) -> None:
     ctx.save_for_backward(*inputs)
 
@@ -214,9 +257,7 @@ def _lm_head_backward(ctx: Any, grad: Tensor) -> tuple:
 
 def _logits_backward(grad: Tensor, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     if grad.is_cuda:
-        from isomodels.kernels import logprob_triton
-
-        return logprob_triton.logits_backward(grad, hidden, weight)
+        return logits_backward(grad, hidden, weight)
     dhidden = (grad @ weight.float()).to(hidden.dtype)
     return dhidden, (grad.t() @ hidden.float()).to(weight.dtype)
 
@@ -240,9 +281,7 @@ def _token_setup(ctx: Any, inputs: tuple, output: Any) -> None:
 def _token_backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple:
     hidden, weight, targets, normalizer = ctx.saved_tensors
     if grad.is_cuda:
-        from isomodels.kernels import logprob_triton
-
-        gradients = logprob_triton.token_logprobs_backward(
+        gradients = token_logprobs_backward(
             grad, hidden, weight, targets, normalizer, ctx.temperature
         )
         return *gradients, None, None

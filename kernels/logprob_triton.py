@@ -20,7 +20,6 @@ BLOCK, LEAVES = 128, 8
 _LOG2_BLOCK, _LOG2_LEAVES = tl.constexpr(7), tl.constexpr(3)
 _FP32_VOCAB = Config(32, 128, 32, 2, 4)
 _CHUNK = 16384  # columns of the vocabulary whose gradient exists at a time
-_CACHED_BYTES = 24 * 2**20  # rows that are read twice, close enough to find them in the L2
 
 
 @triton.jit
@@ -146,7 +145,7 @@ def _store_sums(
 ):  # fmt: skip
     x = _scaled(acc, temperature, SCALE)
     x = tl.where((column < N)[None, :], x, -float("inf"))
-    here = (target >= n) & (target < n + BLOCK_N)
+    here = (target >= n) & (target < min(n + BLOCK_N, N))
     if tl.max(here.to(tl.int32), axis=0) == 1:
         # A maximum of one value: adding zeros instead would turn -0 into +0.
         chosen = tl.max(tl.where(column[None, :] == target[:, None], x, -float("inf")), axis=1)
@@ -197,17 +196,14 @@ def log_normalize(logits: Tensor, temperature: float) -> Tensor:
     blocks, leaf_blocks, log2 = _cuts(vocab_size)
     top, total = torch.empty(2, rows, blocks, dtype=torch.float32, device=logits.device)
     per_program, columns = min(64, triton.next_power_of_2(blocks)), 16384
-    chunk = max(1, _CACHED_BYTES // (4 * vocab_size))
     scale = temperature != 1.0
-    for first in range(0, rows, chunk):
-        part = slice(first, first + chunk)
-        x = logits[part]
-        _block_kernel[(len(x), triton.cdiv(blocks, per_program))](
-            x, top[part], total[part], vocab_size, blocks, x.stride(0), temperature,
+    if rows:
+        _block_kernel[(rows, triton.cdiv(blocks, per_program))](
+            logits, top, total, vocab_size, blocks, logits.stride(0), temperature,
             SCALE=scale, BLOCKS=per_program, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
-        _normalize_kernel[(len(x), triton.cdiv(vocab_size, columns))](
-            x, top[part], total[part], out[part], vocab_size, blocks, leaf_blocks, x.stride(0),
+        _normalize_kernel[(rows, triton.cdiv(vocab_size, columns))](
+            logits, top, total, out, vocab_size, blocks, leaf_blocks, logits.stride(0),
             temperature, SCALE=scale, LOG2=log2, COLUMNS=columns, num_warps=8,
             enable_fp_fusion=False,
         )  # fmt: skip

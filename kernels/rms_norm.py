@@ -124,14 +124,30 @@ def _(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, 
     return torch.empty_like(x), torch.empty_like(x)
 
 
+# An operator of its own, so that torch.compile need not look into Triton launches.
+@torch.library.custom_op("isomodels::rms_norm_backward", mutates_args=(), device_types="cuda")
+def rms_norm_backward(
+    grad: Tensor, grad_total: Tensor | None, x: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """`_norm_backward` on the GPU."""
+    from isomodels.kernels import rms_norm_triton
+
+    return rms_norm_triton.rms_norm_backward(grad, grad_total, x, weight, eps)
+
+
+@rms_norm_backward.register_fake
+def _(
+    grad: Tensor, grad_total: Tensor | None, x: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), weight.new_empty(weight.shape)
+
+
 def _norm_backward(
     grad: Tensor, grad_total: Tensor | None, x: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     """(dx [T, N], with the residual stream's gradient added if there is one; dweight [N])."""
     if grad.is_cuda:
-        from isomodels.kernels import rms_norm_triton
-
-        return rms_norm_triton.rms_norm_backward(grad, grad_total, x, weight, eps)
+        return rms_norm_backward(grad, grad_total, x, weight, eps)
     unit, inverse_rms = normalize(x.float(), eps)
     grad = grad.float()
     dweight = (grad * unit).sum(0).to(weight.dtype)

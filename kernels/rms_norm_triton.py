@@ -1,11 +1,24 @@
 """Triton backend of `isomodels::rms_norm` and `isomodels::add_rms_norm`; one row a program."""
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from isomodels.kernels.common_triton import log2_ceil, pairwise_sum, processors, rows_of
+
+
+class Walk(NamedTuple):
+    """Tuning of a backward whose programs walk over rows."""
+
+    programs: int  # a multiprocessor
+    warps: int  # times those of the forward
+    ahead: int  # loads in flight, in rows
+
+
+_BACKWARD = Walk(4, 2, 1)
 
 
 @triton.jit
@@ -38,14 +51,14 @@ def _forward(
 def _backward(
     grad_ptr, grad_total_ptr, x_ptr, weight_ptr, dx_ptr, dweight_ptr, rows,
     grad_stride, grad_total_stride, x_stride, eps,
-    N: tl.constexpr, LOG2: tl.constexpr, ADD: tl.constexpr,
+    N: tl.constexpr, LOG2: tl.constexpr, ADD: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Each program walks over rows and keeps its part of the weight's gradient in registers."""
     columns = tl.arange(0, 2**LOG2)
     mask = columns < N
     weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
     dweight = tl.zeros((2**LOG2,), tl.float32)
-    for turn in tl.range(tl.cdiv(rows - tl.program_id(0), tl.num_programs(0))):
+    for turn in tl.range(0, tl.cdiv(rows - tl.program_id(0), tl.num_programs(0)), num_stages=AHEAD):
         at = (tl.program_id(0) + turn * tl.num_programs(0)).to(tl.int64)
         x = tl.load(x_ptr + at * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
         grad = tl.load(grad_ptr + at * grad_stride + columns, mask=mask, other=0.0).to(tl.float32)
@@ -96,13 +109,14 @@ def rms_norm_backward(
     add = grad_total is not None
     other = rows_of(grad_total) if add else grad
     dx = torch.empty(rows, n, dtype=x.dtype, device=x.device)
-    programs = min(rows, 4 * processors(x))
+    programs = min(rows, _BACKWARD.programs * processors(x))
     if not rows:
         return dx, torch.zeros_like(weight)
     partial = torch.empty(programs, n, dtype=torch.float32, device=x.device)
     _backward[(programs,)](
         grad, other, x, weight.contiguous(), dx, partial, rows,
         grad.stride(0), other.stride(0), x.stride(0), eps,
-        N=n, LOG2=log2_ceil(n), ADD=add, num_warps=min(16, 2 * _warps(n)),
+        N=n, LOG2=log2_ceil(n), ADD=add, AHEAD=_BACKWARD.ahead,
+        num_warps=min(16, _BACKWARD.warps * _warps(n)),
     )  # fmt: skip
     return dx, partial.sum(0).to(weight.dtype)

@@ -116,6 +116,36 @@ def _(
     return torch.empty_like(x)
 
 
+# An operator of its own, so that torch.compile need not look into Triton launches.
+@torch.library.custom_op("isomodels::rope_backward", mutates_args=(), device_types="cuda")
+def rope_backward(
+    grad: Tensor,
+    x: Tensor,
+    positions: Tensor,
+    table: Tensor,
+    norm_weight: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of `rope` on the GPU: (of x [T, heads, head_dim], of the weight [D] or [0])."""
+    from isomodels.kernels import rope_triton
+
+    dx, dweight = rope_triton.rope_backward(grad, x, positions, table, norm_weight, eps)
+    return dx, x.new_empty(0) if dweight is None else dweight
+
+
+@rope_backward.register_fake
+def _(
+    grad: Tensor,
+    x: Tensor,
+    positions: Tensor,
+    table: Tensor,
+    norm_weight: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    dweight = x.new_empty(0) if norm_weight is None else norm_weight.new_empty(norm_weight.shape)
+    return x.new_empty(x.shape), dweight
+
+
 def _setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
     x, positions, table, norm_weight, ctx.eps = inputs
     ctx.save_for_backward(x, positions, table, norm_weight)
@@ -124,10 +154,8 @@ def _setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
 def _backward(ctx: Any, grad: Tensor) -> tuple:
     x, positions, table, norm_weight = ctx.saved_tensors
     if grad.is_cuda:
-        from isomodels.kernels import rope_triton
-
-        dx, dweight = rope_triton.rope_backward(grad, x, positions, table, norm_weight, ctx.eps)
-        return dx, None, None, dweight, None
+        dx, dweight = rope_backward(grad, x, positions, table, norm_weight, ctx.eps)
+        return dx, None, None, None if norm_weight is None else dweight, None
     cos, sin = table[positions].unsqueeze(1).chunk(2, -1)
     grad = _rotate(grad.float(), cos, -sin)
     if norm_weight is None:

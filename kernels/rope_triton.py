@@ -8,7 +8,8 @@ from torch import Tensor
 from isomodels.kernels.common_triton import log2_ceil, pairwise_sum, processors
 from isomodels.kernels.rms_norm_triton import inverse_rms
 
-_ROWS = 32
+_ROWS, _WARPS = 32, 4
+_BACKWARD_ROWS, _BACKWARD_WARPS, _BACKWARD_PROGRAMS, _AHEAD = 32, 4, 8, 1  # programs a processor
 
 
 @triton.jit
@@ -58,7 +59,7 @@ def _backward(
     grad_ptr, x_ptr, position_ptr, table_ptr, weight_ptr, dx_ptr, dweight_ptr, rows,
     grad_stride_t, grad_stride_h, stride_t, stride_h, eps,
     HEADS: tl.constexpr, D: tl.constexpr, LOG2: tl.constexpr, NORM: tl.constexpr,
-    ROWS: tl.constexpr,
+    ROWS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     H: tl.constexpr = D // 2
     columns = tl.arange(0, 2**LOG2)
@@ -68,7 +69,8 @@ def _backward(
         right = right[None, :]
         dleft = tl.zeros((2**LOG2,), tl.float32)
         dright = tl.zeros((2**LOG2,), tl.float32)
-    for block in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
+    blocks = tl.cdiv(rows, ROWS)
+    for block in tl.range(tl.program_id(0), blocks, tl.num_programs(0), num_stages=AHEAD):
         row = block * ROWS + tl.arange(0, ROWS)
         source, angle, _, mask = _places(
             row, rows, position_ptr, grad_stride_t, grad_stride_h, HEADS, D, 2**LOG2
@@ -116,7 +118,7 @@ def rope(
         _forward[(triton.cdiv(tokens * heads, _ROWS),)](
             x, positions, table, norm_weight, y, tokens * heads, x.stride(0), x.stride(1), eps,
             HEADS=heads, D=d, LOG2=log2_ceil(d // 2), NORM=norm_weight is not None,
-            ROWS=_ROWS, num_warps=4, enable_fp_fusion=False,
+            ROWS=_ROWS, num_warps=_WARPS, enable_fp_fusion=False,
         )  # fmt: skip
     return y
 
@@ -136,11 +138,13 @@ def rope_backward(
     norm = norm_weight is not None
     if not dx.numel():
         return dx, torch.zeros_like(norm_weight) if norm else None
-    programs = min(triton.cdiv(tokens * heads, _ROWS), 8 * processors(x))
+    blocks = triton.cdiv(tokens * heads, _BACKWARD_ROWS)
+    programs = min(blocks, _BACKWARD_PROGRAMS * processors(x))
     partial = torch.empty(programs if norm else 0, d, dtype=torch.float32, device=x.device)
     _backward[(programs,)](
         grad, x, positions, table, norm_weight, dx, partial, tokens * heads,
         grad.stride(0), grad.stride(1), x.stride(0), x.stride(1), eps,
-        HEADS=heads, D=d, LOG2=log2_ceil(d // 2), NORM=norm, ROWS=_ROWS, num_warps=4,
+        HEADS=heads, D=d, LOG2=log2_ceil(d // 2), NORM=norm, ROWS=_BACKWARD_ROWS,
+        AHEAD=_AHEAD, num_warps=_BACKWARD_WARPS,
     )  # fmt: skip
     return dx, partial.sum(0).to(norm_weight.dtype) if norm else None

@@ -19,5 +19,6 @@ def row_linear(x: Tensor, weight: Tensor, leaves: int, out_dtype: torch.dtype) -
     Returns:
         [T, N] in `out_dtype`.
     """
-    config = tuning("tree" if leaves > 1 else "nt", x, x.shape[0], *weight.shape)
+    kind = "tree" if leaves > 1 else "nt" if out_dtype == x.dtype else "head"
+    config = tuning(kind, x, x.shape[0], *weight.shape)
     return gemm(x, weight, config, out_dtype=out_dtype, leaves=leaves)

@@ -62,6 +62,20 @@ def _(gate_up: Tensor) -> Tensor:
     return gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
 
 
+# An operator of its own, so that torch.compile need not look into Triton launches.
+@torch.library.custom_op("isomodels::swiglu_backward", mutates_args=(), device_types="cuda")
+def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
+    """Gradient of `swiglu` on the GPU: grad [T, I], gate_up [T, 2 * I] -> [T, 2 * I]."""
+    from isomodels.kernels import swiglu_triton
+
+    return swiglu_triton.swiglu_backward(grad, gate_up)
+
+
+@swiglu_backward.register_fake
+def _(grad: Tensor, gate_up: Tensor) -> Tensor:
+    return gate_up.new_empty(gate_up.shape)
+
+
 def _setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
     ctx.save_for_backward(*inputs)
 
@@ -69,9 +83,7 @@ def _setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
 def _backward(ctx: Any, grad: Tensor) -> Tensor:
     (gate_up,) = ctx.saved_tensors
     if grad.is_cuda:
-        from isomodels.kernels import swiglu_triton
-
-        return swiglu_triton.swiglu_backward(grad, gate_up)
+        return swiglu_backward(grad, gate_up)
     gate, up = gate_up.float().chunk(2, -1)
     grad = grad.float()
     sigmoid = torch.sigmoid(gate)
