@@ -6,8 +6,10 @@ Engine, trainer and stock runs each need a whole process: they set global state 
 import contextlib
 import multiprocessing
 import os
+import queue
 import sys
 import tempfile
+import threading
 import traceback
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -18,16 +20,16 @@ from isomodels.registry import load_object
 
 
 class Remote:
-    """Starts `factory(**kwargs)` in a new process; `call` and `submit` run its methods there.
+    """Starts `factory(**kwargs)` in a new process and runs its methods there, in order.
 
     Args:
         name: for messages.
         factory: "module:name".
         kwargs: picklable arguments.
 
-    Raises (at the first call's result):
-        IsoError: as raised there.
-        HostError: for any other failure, with the end of the process's output.
+    `result` gives the next outstanding value: first that of the start (None), then one for each
+    `submit`. It raises an `IsoError` as raised there, and a `HostError` for any other failure,
+    with the end of the process's output.
     """
 
     def __init__(self, name: str, factory: str, **kwargs: Any):
@@ -42,44 +44,41 @@ class Remote:
         )
         self._process.start()
         theirs.close()
-        self._pending = 1  # the construction answers too
+        # Read all the time: a process that waits to send does not go on to its next method.
+        self._answers: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+        threading.Thread(target=self._read, daemon=True).start()
 
     def submit(self, method: str, *args: Any, **kwargs: Any) -> None:
-        """Start a method without waiting; `result` gives what it returned."""
-        self._send(method, args, kwargs)
+        """Start a method without waiting."""
+        with contextlib.suppress(OSError):  # it ended: `result` says why
+            self._pipe.send((method, args, kwargs))
 
     def result(self) -> Any:
-        """Wait for everything submitted; the value of the last method."""
-        value = None
-        while self._pending:
-            value = self._receive()
-        return value
-
-    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Run a method and return its value."""
-        self.submit(method, *args, **kwargs)
-        return self.result()
-
-    def _send(self, method: str, args: tuple, kwargs: dict) -> None:
-        with contextlib.suppress(OSError):  # it ended: `_receive` says why
-            self._pipe.send((method, args, kwargs))
-        self._pending += 1
-
-    def _receive(self) -> Any:
-        try:
-            kind, value = self._pipe.recv()
-        except EOFError:
+        """Wait for the next outstanding value."""
+        kind, value = self._answers.get()
+        if kind == "end":
+            self._answers.put((kind, value))
             self._process.join()
             raise HostError(
                 f"the {self.name} process ended (exit code {self._process.exitcode}):\n"
                 f"{self._tail()}"
-            ) from None
-        self._pending -= 1
+            )
         if kind == "iso":
             raise value
         if kind == "error":
             raise HostError(f"the {self.name} process failed: {value}\n(log: {self.log})")
         return value
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Run a method and wait for its value; nothing else may be outstanding."""
+        self.submit(method, *args, **kwargs)
+        return self.result()
+
+    def _read(self) -> None:
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                self._answers.put(self._pipe.recv())
+        self._answers.put(("end", None))
 
     def _tail(self) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-15:])

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from isomodels.config import read_config
 from isomodels.errors import UnsupportedError
@@ -30,6 +30,7 @@ _TRAINED_SEQUENCES = 8
 _STOCK_SEQUENCES = 24
 
 Say = Callable[[str], None]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -147,6 +148,7 @@ def run_parity(
         sequences, forward = _phase(report, PHASES[0], engine, trainer, source, say)
 
         stock = stack.enter_context(Remote("stock", "isomodels.parity.stock:Stock"))
+        stock.result()
         stock.submit("compare", str(checkpoint), config.dtype, _spread(sequences, _STOCK_SEQUENCES))
 
         say(f"{_OPTIMIZER_STEPS} optimizer steps, then the weights go to the live engine")
@@ -173,20 +175,26 @@ def _phase(
     for number, one in enumerate(rounds(source)):
         say(f"{phase.replace('_', ' ')}: {one.aim}")
         made, log = engine.call("run", one.requests, report.seed + number)
-        results += made
+        results.append(made)
         steps += log
+        # The trainer works on these tokens while the engine samples the next.
+        trainer.submit("cases", [sequence(result) for result in made])
     mixed = sum(bool(step.prefill_rows and step.decode_rows) for step in steps)
-    report.counters[phase] = counters(results, len(steps), mixed)
+    report.counters[phase] = counters(_flat(results), len(steps), mixed)
 
     say(f"{phase.replace('_', ' ')}: the trainer scores the same tokens")
-    sequences = [sequence(result) for result in results]
-    forward = trainer.call("forward", sequences)
     comparison = report.phases[phase] = Comparison()
-    comparison.add_engine(results, forward)
-    # The forward pass of a step is the reference of all others; its own is the bare module.
-    comparison.add_trainer("trainer_forward", sequences, forward, trainer.call("alone", sequences))
-    for case in ("score", "recompute"):
-        comparison.add_trainer(f"trainer_{case}", sequences, trainer.call(case, sequences), forward)
+    sequences, forward = [], []
+    for made in results:
+        ours = [sequence(result) for result in made]
+        trained = trainer.result()
+        comparison.add_engine(made, trained["forward"])
+        # The forward pass of a step is the reference of all others; its own is the bare module.
+        comparison.add_trainer("trainer_forward", ours, trained["forward"], trained["alone"])
+        for case in ("score", "recompute"):
+            comparison.add_trainer(f"trainer_{case}", ours, trained[case], trained["forward"])
+        sequences += ours
+        forward += trained["forward"]
     if comparison.first is not None and report.place is None:
         say("a logprob differs: looking for the first operation")
         report.place = _locate(phase, comparison.first, engine, trainer)
@@ -208,7 +216,7 @@ def _spread(sequences: list[tuple[int, ...]], count: int) -> list[tuple[int, ...
     return long_enough[:: max(1, len(long_enough) // count)][:count]
 
 
-def _flat(rows: list[list[float]]) -> list[float]:
+def _flat(rows: list[list[T]]) -> list[T]:
     return [value for row in rows for value in row]
 
 

@@ -18,29 +18,35 @@ class ParityTrainer:
     def __init__(self, checkpoint: str, dtype: str, seed: int, lr: float):
         self.trainer = Trainer(checkpoint, dtype=DTYPES[dtype], seed=seed, lr=lr, recompute=True)
 
-    def forward(self, sequences: Sequences) -> Logprobs:
-        """Logprobs from the forward pass of a training step, nothing recomputed."""
+    def cases(self, sequences: Sequences) -> dict[str, Logprobs]:
+        """Logprobs of the same tokens in every way a trainer computes them.
+
+        "forward" is the forward pass of a training step, "score" has no gradients, "recompute" is
+        from layers recomputed in the backward pass, "alone" is the module outside Megatron, each
+        sequence by itself.
+        """
         with self.trainer.without_recompute():
-            return _lists(self.trainer.forward_logprobs(sequences))
+            forward = self.trainer.forward_logprobs(sequences)
+        return {
+            "forward": _lists(forward),
+            "score": self.score(sequences),
+            "recompute": _lists(self.trainer.recompute_logprobs(sequences)),
+            "alone": _lists(self._alone(sequences)),
+        }
 
     def score(self, sequences: Sequences) -> Logprobs:
         """Logprobs without gradients."""
         return _lists(self.trainer.score(sequences))
 
-    def recompute(self, sequences: Sequences) -> Logprobs:
-        """Logprobs from layers recomputed in the backward pass."""
-        return _lists(self.trainer.recompute_logprobs(sequences))
-
     @torch.no_grad()
-    def alone(self, sequences: Sequences) -> Logprobs:
-        """Logprobs of the module outside Megatron, each sequence by itself."""
+    def _alone(self, sequences: Sequences) -> list[torch.Tensor]:
         core, rows = self.trainer.core, []
         for sequence in sequences:
             ids = torch.tensor(sequence)
             bounds = torch.tensor([0, len(ids)], dtype=torch.int32)
             hidden = core(ids, torch.arange(len(ids)), Batch.packed(bounds))
             rows.append(core.token_logprobs(hidden[:-1], ids[1:]))
-        return _lists(rows)
+        return rows
 
     def train(self, sequences: Sequences, steps: int) -> list[float]:
         """Optimizer steps on these sequences; the loss of each."""

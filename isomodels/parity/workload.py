@@ -12,7 +12,7 @@ BLOCK_SIZE = 16
 MAX_TOKENS_A_STEP = 128
 MAX_MODEL_LEN = 512
 # Too few pages for the sequences of the last round: the scheduler has to preempt.
-NUM_BLOCKS = 44
+NUM_BLOCKS = 36
 
 ENGINE_LIMITS: dict[str, Any] = {
     "max_model_len": MAX_MODEL_LEN,
@@ -92,7 +92,7 @@ def rounds(source: PromptSource) -> list[Round]:
         )
         for i in range(9)
     ]
-    crowded = [Request(source.draw(60 + i), max_tokens=130) for i in range(8)]
+    crowded = [Request(source.draw(60 + i), max_tokens=100) for i in range(8)]
     return [
         Round("prompts scored whole and in chunks", scored),
         Round("a shared prefix from the cache", shared),

@@ -1,6 +1,7 @@
 """An object in another process: its values, its errors, its end."""
 
 import os
+from collections.abc import Iterator
 
 import pytest
 
@@ -45,7 +46,9 @@ def _importable(monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config) ->
 def test_calls_keep_their_order_and_values() -> None:
     with Remote("target", TARGET, start=2) as remote:
         remote.submit("add", 3)
-        assert remote.call("add", 5) == 10
+        remote.submit("add", 5)
+        assert [remote.result() for _ in range(3)] == [None, 5, 10]
+        assert remote.call("add", 1) == 11
     assert not remote.log.exists()
 
 
@@ -57,22 +60,27 @@ def test_our_errors_arrive_as_they_are() -> None:
         remote.result()
 
 
-def test_our_error_is_found_below_a_host_error() -> None:
-    with Remote("target", TARGET) as remote, pytest.raises(CheckpointError, match="a broken file"):
+@pytest.fixture
+def remote() -> Iterator[Remote]:
+    with Remote("target", TARGET) as started:
+        started.result()
+        yield started
+    started.log.unlink(missing_ok=True)
+
+
+def test_our_error_is_found_below_a_host_error(remote: Remote) -> None:
+    with pytest.raises(CheckpointError, match="a broken file"):
         remote.call("refuse")
 
 
-def test_other_errors_name_the_log() -> None:
-    with Remote("target", TARGET) as remote, pytest.raises(HostError, match=r"KeyError.*\n.*log"):
+def test_other_errors_name_the_log(remote: Remote) -> None:
+    with pytest.raises(HostError, match=r"KeyError.*\n.*log"):
         remote.call("fail")
     assert "lost" in remote.log.read_text()
-    remote.log.unlink()
 
 
-def test_a_dead_process_is_an_error_with_its_last_words() -> None:
-    with (
-        Remote("target", TARGET) as remote,
-        pytest.raises(HostError, match=r"(?s)exit code 7.*last words"),
-    ):
+def test_a_dead_process_is_an_error_with_its_last_words(remote: Remote) -> None:
+    with pytest.raises(HostError, match=r"(?s)exit code 7.*last words"):
         remote.call("die")
-    remote.log.unlink()
+    with pytest.raises(HostError, match="exit code 7"):
+        remote.call("add", 1)
