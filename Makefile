@@ -1,12 +1,13 @@
 # `make demo` and `make test` do all set-up themselves, on a machine with Python 3.11 or newer.
-DEMO ?=
+
 PYTEST ?=
 STAMP := .venv/.isomodels-stamp
 
 .PHONY: demo test setup lint clean
 
 demo: $(STAMP)
-	.venv/bin/isomodels parity $(DEMO)
+	.venv/bin/isomodels parity --checkpoint tests/data/tiny-qwen3 --dtype float32
+	.venv/bin/isomodels parity --checkpoint tests/data/tiny-qwen3 --dtype bfloat16
 
 test: lint
 	.venv/bin/python -m pytest -q $(PYTEST)
