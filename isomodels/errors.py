@@ -2,7 +2,7 @@
 
 
 class IsoError(Exception):
-    """Base of all: one or two lines that name the thing and the remedy; the command exits with 2."""
+    """Base of all: names the thing and the remedy in a line or two; the command exits with 2."""
 
 
 class ConfigError(IsoError):
