@@ -1,14 +1,19 @@
 import pytest
 import torch
 
+from isomodels.kernels.attention import attention
 from isomodels.kernels.fixed_order import fold_sum, matmul_nt, one_thread
 from isomodels.kernels.linear import linear
+from isomodels.kernels.logprob import lm_head
+from isomodels.kernels.row_linear import row_linear
 from tests.kernel.battery import (
+    DTYPES,
     ROWS,
     assert_row_invariant,
     assert_same_bits,
     bits,
     hard,
+    layouts,
     odd_storage,
     threads,
 )
@@ -70,6 +75,49 @@ def test_elementwise_functions_do_not_depend_on_the_place(name):
 def test_the_place_check_can_fail():
     x = torch.linspace(-20, 20, 300_000)
     assert differ_by_place(torch.nn.functional.silu, x) > 0
+
+
+@pytest.fixture
+def products(monkeypatch):
+    """Watches every matrix product: its shape, and that BLAS has no other path to choose."""
+    real, shapes = torch.mm, set()
+
+    def watched(a, b, *, out):
+        shapes.add((*a.shape, b.shape[1]))
+        assert a.is_contiguous()
+        assert out.is_contiguous()
+        assert b.is_contiguous() or b.t().is_contiguous()
+        assert all(x.data_ptr() % 64 == 0 and x.dtype == torch.float32 for x in (a, b, out))
+        assert torch.get_num_threads() == 1
+        return real(a, b, out=out)
+
+    monkeypatch.setattr(torch, "mm", watched)
+    return shapes
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("k", [8, 24, 1000, 1376])
+def test_every_product_has_one_shape(products, k, dtype):
+    weight = hard(100, k, seed=1, dtype=dtype)
+    with threads(2):
+        for rows in (1, 16, 17, 32):
+            x = hard(rows, k, dtype=dtype)
+            for view in (x, odd_storage(x), *layouts(x).values()):
+                for stored in (weight, weight[:64], odd_storage(weight[:64]), weight[1:65]):
+                    linear(view, stored)
+                    lm_head(view, stored)
+                    row_linear(view, stored)
+    assert products == {(16, k, 64), (16, k // 8, 64)}
+
+
+@pytest.mark.parametrize("dim", [8, 40, 128])
+def test_every_product_of_attention_has_one_shape(products, dim):
+    with threads(2):
+        for length in (1, 16, 130):
+            q, k, v = (odd_storage(hard(length, h, dim)) for h in (6, 2, 2))
+            bounds = torch.tensor([0, length // 2, length], dtype=torch.int32)
+            attention(q, k, v, bounds, 0.1)
+    assert products == {(16, dim, 64), (16, 64, dim)}
 
 
 @pytest.mark.parametrize("precision", ["high", "medium"])
