@@ -13,7 +13,7 @@ from torch import Tensor
 from isomodels.kernels.attention_triton import (
     LOG2E,
     SEGMENT,
-    absorb,
+    attend,
     check,
     empty_state,
     finish,
@@ -21,7 +21,6 @@ from isomodels.kernels.attention_triton import (
     load_block,
     merge,
     paged_prefill,
-    scores_of,
     unit_rows,
 )
 
@@ -32,7 +31,7 @@ def decode_config(head_dim: int, dtype: torch.dtype) -> dict[str, int]:
     """Tuning of the decode kernel."""
     if dtype == torch.float32:
         return {"BLOCK_M": 16, "num_warps": 4, "num_stages": 1}
-    return {"BLOCK_M": 16, "num_warps": 4, "num_stages": 2}
+    return {"BLOCK_M": 16, "num_warps": 4, "num_stages": 3 if head_dim <= 128 else 2}
 
 
 @triton.jit
@@ -80,17 +79,13 @@ def _decode(
                 k_ptr, v_ptr, block_table, block, length, stride_page, stride_row,
                 PAGE, True, N, D, True,
             )  # fmt: skip
-            keys = block * N + tl.arange(0, N)
-            s = scores_of(q, k)
-            m, norm, acc = absorb(s, v, m, norm, acc, scale_log2, keys, positions, False)
+            m, norm, acc = attend(q, k, v, m, norm, acc, scale_log2, block * N, positions, False)
         for block in range(turn, last):
             k, v = load_block(
                 k_ptr, v_ptr, block_table, block, length, stride_page, stride_row,
                 PAGE, True, N, D, False,
             )  # fmt: skip
-            keys = block * N + tl.arange(0, N)
-            s = scores_of(q, k)
-            m, norm, acc = absorb(s, v, m, norm, acc, scale_log2, keys, positions, True)
+            m, norm, acc = attend(q, k, v, m, norm, acc, scale_log2, block * N, positions, True)
         norm_row = tl.max(norm, 1)
         if num_segments == 1:
             # Merging one segment into the empty state would change nothing.
