@@ -47,8 +47,8 @@ class DenseConfig(BaseModel):
     num_attention_heads: int = Field(gt=0)
     num_key_value_heads: int = Field(gt=0)
     head_dim: int = Field(gt=0, multiple_of=2)
-    rms_norm_eps: float = Field(gt=0)
-    rope_theta: float = Field(gt=0)
+    rms_norm_eps: float = Field(gt=0, allow_inf_nan=False)
+    rope_theta: float = Field(gt=0, allow_inf_nan=False)
     max_position_embeddings: int = Field(gt=0)
     tie_word_embeddings: bool
     dtype: Literal["float32", "bfloat16"]
@@ -143,7 +143,7 @@ def read_config(source: Path | str | Mapping[str, Any]) -> tuple[ArchSpec, Any]:
     """
     raw = dict(source) if isinstance(source, Mapping) else load_config_dict(Path(source))
     names = raw.get("architectures")
-    if not isinstance(names, list) or len(names) != 1:
+    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise ConfigError(f"config.json: architectures must name one class, got {names!r}")
     spec = get_spec(names[0])
     if raw.get("model_type") != spec.model_type:

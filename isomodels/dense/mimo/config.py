@@ -12,14 +12,17 @@ class MiMoConfig(DenseConfig):
 
     num_nextn_predict_layers: int = Field(ge=0)
     attention_bias: Literal[True] = True
+    use_mrope: Literal[False] = False
 
     @model_validator(mode="before")
     @classmethod
     def _head_dim(cls, raw: Any) -> Any:
         # The architecture of Qwen2 defines it so where the file does not state it.
         raw = dict(raw)
-        if raw.get("head_dim") is None and "hidden_size" in raw and "num_attention_heads" in raw:
-            raw["head_dim"] = raw["hidden_size"] // raw["num_attention_heads"]
+        hidden, heads = raw.get("hidden_size"), raw.get("num_attention_heads")
+        # Sizes that are no counts are left to the checks of their own fields.
+        if raw.get("head_dim") is None and isinstance(hidden, int) and isinstance(heads, int):
+            raw["head_dim"] = hidden // max(heads, 1)
         return raw
 
 
