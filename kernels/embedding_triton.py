@@ -7,7 +7,7 @@ from torch import Tensor
 
 from isomodels.kernels.common_triton import rows_of
 
-_ROWS, _COLUMNS = 8, 512
+_ROWS, _COLUMNS = 4, 2048
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -56,6 +56,6 @@ def embedding_backward(
         ids, order = torch.sort(input_ids, stable=True)
         _sum_segments[(tokens, triton.cdiv(width, _COLUMNS))](
             grad, order, ids, out, tokens, width, grad.stride(0),
-            ROWS=_ROWS, COLUMNS=_COLUMNS, num_warps=4,
+            ROWS=_ROWS, COLUMNS=_COLUMNS, num_warps=8,
         )  # fmt: skip
     return out

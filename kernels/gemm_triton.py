@@ -15,7 +15,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from isomodels.kernels.common_triton import processors
-from isomodels.kernels.park_triton import park, parking_places, pop_asm, unpark_all
+from isomodels.kernels.park_triton import park, parking_places, pop_asm, settled, unpark_all
 
 _ALIGNMENT = 16  # bytes, of base and strides, that the bulk copy engine asks for
 TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
@@ -34,7 +34,6 @@ class Config(NamedTuple):
     occupancy: int = 1  # programs a multiprocessor
 
 
-_IN_REGISTERS = 16  # elements a thread up to which a tree keeps its waiting sums in registers
 _PACK = 16  # loads of a parked sum that are under way before the first is added
 FP32 = Config(64, 64, 32, 2, 4)
 
@@ -99,7 +98,8 @@ def _gemm(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
     A_T: tl.constexpr, B_T: tl.constexpr, SWAP: tl.constexpr, SUBTILES: tl.constexpr,
     LEAVES: tl.constexpr, HAS_BIAS: tl.constexpr, ADD_TO_C: tl.constexpr, OUT: tl.constexpr,
-    PARK: tl.constexpr, POP: tl.constexpr, CONSTRAINTS: tl.constexpr, PACK: tl.constexpr,
+    REGISTERS: tl.constexpr, PARKED: tl.constexpr, POP: tl.constexpr,
+    CONSTRAINTS: tl.constexpr, PACK: tl.constexpr,
 ):  # fmt: skip
     """One loop over all K blocks of all tiles of this program, so that loads run ahead of tiles."""
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
@@ -112,12 +112,12 @@ def _gemm(
         acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     else:
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    # One waiting sum a level of the tree: in registers, or parked in memory where tiles are large.
-    if LEAVES >= 2 and not PARK:
+    # One waiting sum a level of the tree: the first REGISTERS levels in registers, others parked.
+    if LEAVES >= 2 and REGISTERS >= 1:
         one = acc
-    if LEAVES >= 4 and not PARK:
+    if LEAVES >= 4 and REGISTERS >= 2:
         two = acc
-    if LEAVES >= 8 and not PARK:
+    if LEAVES >= 8 and REGISTERS >= 3:
         four = acc
     for _ in range(mine * leaf_steps * LEAVES):
         step = tl.where(step == leaf_steps - 1, 0, step + 1)
@@ -135,24 +135,29 @@ def _gemm(
             acc = tl.dot(a, tl.trans(b), acc, input_precision="ieee")
         if step == leaf_steps - 1:
             total = acc
-            if PARK:
+            if LEAVES >= 2:
+                total = settled(acc, POP)
+            # Selections, not branches: a branch would keep two versions of each sum in registers.
+            if LEAVES >= 2 and REGISTERS >= 1:
+                own = total
+                total = tl.where(leaf % 2 == 0, own, one + own)
+                one = tl.where(leaf % 2 == 0, own, one)
+            if LEAVES >= 4 and REGISTERS >= 2:
+                own = total
+                total = tl.where(leaf % 4 == 3, two + own, own)
+                two = tl.where(leaf % 4 == 1, own, two)
+            if LEAVES >= 8 and REGISTERS >= 3:
+                own = total
+                total = tl.where(leaf % 8 == 7, four + own, own)
+                four = tl.where(leaf % 8 == 3, own, four)
+            if PARKED:
                 level = parked_ptr + tl.program_id(0) * (3 * BLOCK_M * BLOCK_N)
                 level += parking_places(BLOCK_M, BLOCK_N)
-                total = unpark_all(total, level, leaf, BLOCK_M * BLOCK_N, POP, CONSTRAINTS, PACK)
-                if leaf < LEAVES - 1:
+                total = unpark_all(
+                    total, level, leaf, BLOCK_M * BLOCK_N, POP, CONSTRAINTS, PACK, REGISTERS
+                )
+                if (leaf < LEAVES - 1) & ((REGISTERS == 0) | (leaf % 2 == 1)):
                     park(total, level, leaf, BLOCK_M * BLOCK_N, POP)
-            # Selections, not branches: a branch would keep two versions of each sum in registers.
-            if LEAVES >= 2 and not PARK:
-                total = one + acc
-                one = tl.where(leaf % 2 == 0, acc, one)
-            if LEAVES >= 4 and not PARK:
-                pair = total
-                total = two + pair
-                two = tl.where(leaf % 4 == 1, pair, two)
-            if LEAVES >= 8 and not PARK:
-                quarter = total
-                total = four + quarter
-                four = tl.where(leaf % 8 == 3, quarter, four)
             if leaf == LEAVES - 1:
                 _store(
                     total, c_desc, bias_ptr, m, n, N,
@@ -240,17 +245,18 @@ def gemm(
     tiles = triton.cdiv(m, block_m) * triton.cdiv(n, block_n)
     programs = min(tiles, processors(a) * config.occupancy)
     each = block_m * block_n // (32 * config.warps)  # elements a thread
-    parks = leaves > 1 and not config.swap and each > _IN_REGISTERS
+    registers = 3 if each <= 16 else 1 if each <= 64 else 0
+    parks = leaves > 1 << registers
     parked = torch.empty(
         programs * 3 * block_m * block_n if parks else 0, dtype=torch.float32, device=a.device
     )
-    pop, constraints = pop_asm(min(each, _PACK)) if parks and a.is_cuda else ("", "")
+    pop, constraints = pop_asm(min(each, _PACK)) if a.is_cuda else ("", "")
     _gemm[(programs,)](
         a_desc, b_desc, c_desc, bias, parked, m, n, triton.cdiv(k // leaves, block_k),
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, GROUP=8,
         A_T=a_t, B_T=b_t, SWAP=bool(config.swap), SUBTILES=config.subtiles, LEAVES=leaves,
         HAS_BIAS=bias is not None, ADD_TO_C=add, OUT=TRITON_DTYPES[out_dtype],
-        PARK=parks, POP=pop, CONSTRAINTS=constraints, PACK=min(each, _PACK),
+        REGISTERS=registers, PARKED=parks, POP=pop, CONSTRAINTS=constraints, PACK=min(each, _PACK),
         num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
     return out if target is out else out.copy_(target)

@@ -1,9 +1,9 @@
 """Waiting sums of a tree over leaves of K, parked in memory (the L2) between leaves.
 
-A tree over 8 leaves has 3 sums waiting, and the registers hold two accumulators of a large tile at
-most. The sums are written and read a few times a tile, element by element by the thread that owns
-it: as inline assembly, since Triton's own loads and stores would first move a tile through shared
-memory, and a variable that lives across the loop would be copied in every step of it.
+A tree over 4 leaves has 2 sums waiting, one over 8 has 3; the registers hold two accumulators of a
+large tile at most. The others are written and read a few times a tile, element by element by the
+thread that owns it: as inline assembly, since Triton's own loads and stores would first move a tile
+through shared memory, and a variable that lives across the loop can be copied in every step of it.
 """
 
 import functools
@@ -25,28 +25,38 @@ def parking_places(BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
+def settled(acc, POP: tl.constexpr):
+    """The accumulators in registers of their own, once the matrix units are done.
+
+    Triton waits at the first use in a block: without this one it could lie in a branch that is not
+    taken. And a sum that waits in the accumulators' own registers would make the compiler run the
+    matrix instructions one at a time.
+    """
+    if POP != "":
+        acc = tl.inline_asm_elementwise(
+            "mov.f32 $0, $1;", "=f,f", [acc], dtype=tl.float32, is_pure=False, pack=1
+        )
+    return acc
+
+
+@triton.jit
 def unpark_all(
     total, level, leaf, SPACE: tl.constexpr, POP: tl.constexpr, CONSTRAINTS: tl.constexpr,
-    PACK: tl.constexpr,
+    PACK: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
-    """Add the sums that wait for this leaf: of one leaf before it, then of two, then of four."""
+    """Add the sums parked for this leaf: of one leaf before it, then of two, then of four."""
     if POP != "":
-        # Read once here: Triton waits for the matrix units at the first use in a block, and below
-        # a first use could lie in a branch that is not taken.
-        total = tl.inline_asm_elementwise(
-            "mov.f32 $0, $1;", "=f,f", [total], dtype=tl.float32, is_pure=False, pack=1
-        )
         # A barrier that the pipeliner of the loop does not see, should the layouts of writing and
         # reading ever differ.
         leaf = tl.inline_asm_elementwise(
             "bar.sync 0; mov.b32 $0, $1;", "=r,r", [leaf], dtype=tl.int32, is_pure=False, pack=1
         )
-    if leaf % 2 == 1:
+    if FIRST == 0 and leaf % 2 == 1:
         total = _pop(total, level, POP, CONSTRAINTS, PACK)
-        if leaf % 4 == 3:
-            total = _pop(total, level + SPACE, POP, CONSTRAINTS, PACK)
-            if leaf % 8 == 7:
-                total = _pop(total, level + 2 * SPACE, POP, CONSTRAINTS, PACK)
+    if leaf % 4 == 3:
+        total = _pop(total, level + SPACE, POP, CONSTRAINTS, PACK)
+        if leaf % 8 == 7:
+            total = _pop(total, level + 2 * SPACE, POP, CONSTRAINTS, PACK)
     return total
 
 

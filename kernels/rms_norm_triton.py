@@ -18,7 +18,7 @@ class Walk(NamedTuple):
     ahead: int  # loads in flight, in rows
 
 
-_BACKWARD = Walk(4, 2, 1)
+_BACKWARD = Walk(2, 2, 3)
 
 
 @triton.jit

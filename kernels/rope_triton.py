@@ -8,8 +8,9 @@ from torch import Tensor
 from isomodels.kernels.common_triton import log2_ceil, pairwise_sum, processors
 from isomodels.kernels.rms_norm_triton import inverse_rms
 
-_ROWS, _WARPS = 32, 4
-_BACKWARD_ROWS, _BACKWARD_WARPS, _BACKWARD_PROGRAMS, _AHEAD = 32, 4, 8, 1  # programs a processor
+_ROWS, _WARPS = 16, 4
+# rows, warps, programs a multiprocessor, loads ahead
+_BACKWARD_ROWS, _BACKWARD_WARPS, _BACKWARD_PROGRAMS, _AHEAD = 16, 2, 8, 1
 
 
 @triton.jit

@@ -2,8 +2,8 @@
 
 Tensor parallelism gives each rank a part of K, so the order in which K is summed must not depend
 on the number of ranks. K is cut into `LEAVES` equal contiguous leaves, each summed in fp32; the
-leaves are folded by a balanced binary tree in fp32 and rounded once. A rank of 2, 4 or 8 owns
-whole subtrees.
+leaves are folded by a balanced binary tree in fp32 and rounded once. A rank of 2 or 4 owns whole
+subtrees.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from isomodels.kernels.fixed_order import TILE_COLUMNS, TILE_ROWS, matmul_nt, on
 from isomodels.kernels.linear import check_operands, product_gradients
 from isomodels.kernels.schedule import Schedule, declare
 
-LEAVES = 8
+LEAVES = 4
 
 SCHEDULE = declare(
     Schedule(

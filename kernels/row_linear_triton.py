@@ -19,6 +19,8 @@ def row_linear(x: Tensor, weight: Tensor, leaves: int, out_dtype: torch.dtype) -
     Returns:
         [T, N] in `out_dtype`.
     """
-    kind = "tree" if leaves > 1 else "nt" if out_dtype == x.dtype else "head"
+    kind = "tree" if leaves > 1 else "nt"
+    if out_dtype != x.dtype:
+        kind = "tree partial" if leaves > 1 else "head"
     config = tuning(kind, x, x.shape[0], *weight.shape)
     return gemm(x, weight, config, out_dtype=out_dtype, leaves=leaves)

@@ -20,7 +20,9 @@ QWEN3, MIMO = 151936, 151680
 def head(rows, vocab, hidden, dtype=torch.float32, scale=1.0):
     """Hidden states and a head whose logits are of the size that models have."""
     h = hard(rows, hidden, kind="normal", dtype=dtype).to(DEVICE)
-    weight = (scale * hard(vocab, hidden, kind="normal", seed=1)).to(dtype).to(DEVICE)
+    generator = torch.Generator(DEVICE).manual_seed(1)
+    weight = scale * torch.randn(vocab, hidden, generator=generator, device=DEVICE)
+    weight = weight.to(dtype)
     targets = torch.randint(0, vocab, (rows,), generator=torch.Generator().manual_seed(2))
     targets[0], targets[-1] = vocab - 1, 0
     return h, weight, targets.to(DEVICE)
