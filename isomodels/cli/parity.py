@@ -94,11 +94,14 @@ def _choose(
 
 
 def _check_writable(file: Path | None) -> None:
-    """Before minutes of work, not after."""
+    """Before minutes of work, not after; an old report stays until there is a new one."""
     if file is None:
         return
+    existed = file.exists()
     try:
         with file.open("a"):
             pass
     except OSError as error:
         raise CheckpointError(f"--json {file}: cannot be written ({error.strerror})") from None
+    if not existed:
+        file.unlink()
