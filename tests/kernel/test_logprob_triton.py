@@ -139,3 +139,11 @@ def test_same_in_a_graph():
     h, weight, targets = head(64, 5000, 512, BF16)
     assert_same_in_a_graph(lambda h: log_normalize(lm_head(h, weight)), h)
     assert_same_in_a_graph(lambda h: token_logprobs(h, weight, targets)[0], h)
+
+
+@pytest.mark.parametrize("offset", [-300.0, 300.0])
+def test_far_from_zero(offset):
+    # padding must neither be the maximum nor add to the sum
+    logits = (hard(3, 300, kind="normal") + offset).to(DEVICE)
+    logprobs = logprob_kernels.log_normalize(logits, 1.0)
+    assert (logprobs - torch.log_softmax(logits.double(), -1)).abs().max() < 1e-5
