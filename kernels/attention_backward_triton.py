@@ -241,8 +241,9 @@ def attention_backward(
     if not num_tokens or num_seqs <= 0:
         return dq, dk, dv
     keys_config, query_config = map(dict, configs or backward_configs(head_dim, q.dtype))
-    keys_tma = keys_config.pop("TMA", use_tma(q))
-    query_tma = query_config.pop("TMA", use_tma(k) and use_tma(v))
+    wanted = q.dtype == torch.bfloat16
+    keys_tma = keys_config.pop("TMA", wanted) and use_tma(q)
+    query_tma = query_config.pop("TMA", wanted) and use_tma(k) and use_tma(v)
     block = keys_config["BLOCK_M"]
     blocks = num_tokens // block + num_seqs
     num_slots = blocks * block

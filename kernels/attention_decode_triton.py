@@ -13,15 +13,14 @@ from torch import Tensor
 from isomodels.kernels.attention_triton import (
     LOG2E,
     SEGMENT,
-    attend,
     check,
     empty_state,
     finish,
     kv_block,
-    load_block,
     merge,
     paged_prefill,
     unit_rows,
+    walk_blocks,
 )
 
 _PROGRAMS = 1024  # tuning: about how many programs keep the device busy
@@ -31,7 +30,7 @@ def decode_config(head_dim: int, dtype: torch.dtype) -> dict[str, int]:
     """Tuning of the decode kernel."""
     if dtype == torch.float32:
         return {"BLOCK_M": 16, "num_warps": 4, "num_stages": 1}
-    return {"BLOCK_M": 16, "num_warps": 4, "num_stages": 3 if head_dim <= 128 else 2}
+    return {"BLOCK_M": 16, "num_warps": 4, "num_stages": 2}
 
 
 @triton.jit
@@ -74,18 +73,14 @@ def _decode(
         last = tl.minimum(first + BLOCKS, num_blocks)
         turn = tl.minimum(last, length // N)
         m, norm, acc = empty_state(BLOCK_M, D)
-        for block in range(first, turn):
-            k, v = load_block(
-                k_ptr, v_ptr, block_table, block, length, stride_page, stride_row,
-                PAGE, True, N, D, True,
-            )  # fmt: skip
-            m, norm, acc = attend(q, k, v, m, norm, acc, scale_log2, block * N, positions, False)
-        for block in range(turn, last):
-            k, v = load_block(
-                k_ptr, v_ptr, block_table, block, length, stride_page, stride_row,
-                PAGE, True, N, D, False,
-            )  # fmt: skip
-            m, norm, acc = attend(q, k, v, m, norm, acc, scale_log2, block * N, positions, True)
+        m, norm, acc = walk_blocks(
+            q, m, norm, acc, positions, k_ptr, v_ptr, None, None, 0, 0, block_table, length,
+            first, turn, scale_log2, stride_page, stride_row, PAGE, True, False, N, D, False,
+        )  # fmt: skip
+        m, norm, acc = walk_blocks(
+            q, m, norm, acc, positions, k_ptr, v_ptr, None, None, 0, 0, block_table, length,
+            turn, last, scale_log2, stride_page, stride_row, PAGE, True, False, N, D, True,
+        )  # fmt: skip
         norm_row = tl.max(norm, 1)
         if num_segments == 1:
             # Merging one segment into the empty state would change nothing.

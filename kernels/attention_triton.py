@@ -27,41 +27,37 @@ _ONES = tl.constexpr(16)  # columns of the product that sums the rows; all equal
 
 def kv_block(head_dim: int) -> int:
     """Keys in one block: part of the schedule."""
-    return 64 if head_dim > 128 else 128
+    return 64
 
 
-def tile_config(head_dim: int, dtype: torch.dtype, rows: int) -> dict[str, int]:
-    """Tuning of the tile kernel; `rows` bounds the new tokens of a sequence."""
+def tile_config(head_dim: int, dtype: torch.dtype, rows: int, mapped: bool) -> dict[str, int]:
+    """Tuning of the tile kernel.
+
+    `rows` bounds the new tokens of a sequence; `mapped`: K and V come through tensor maps.
+    """
     if dtype == torch.float32:
         return {"BLOCK_M": 32, "num_warps": 8, "num_stages": 1}
-    if rows <= 64:
+    if head_dim > 128:
+        return {"BLOCK_M": 128, "num_warps": 8, "num_stages": 2}
+    if not mapped or rows <= 64:
         return {"BLOCK_M": 64, "num_warps": 4, "num_stages": 2}
-    return {"BLOCK_M": 128, "num_warps": 8, "num_stages": 2}
-
-
-def mapped_config(head_dim: int) -> dict[str, int]:
-    """Tuning of the tile kernel with tensor maps."""
-    # Triton 3.7.1 cannot split the rows of this loop between groups of warps.
-    if triton.__version__.startswith("3.6.") and head_dim <= 128:
-        return {"SPECIALIZED": 1, "BLOCK_M": 128, "num_warps": 4, "num_stages": 2}
-    return {"SPECIALIZED": 0, "BLOCK_M": 128, "num_warps": 8, "num_stages": 2}
+    return {"BLOCK_M": 128, "num_warps": 8, "num_stages": 3}
 
 
 @triton.jit
-def attend(q, k, v, m, norm, acc, scale_log2, first_key, positions, MASKED: tl.constexpr):
-    """One KV block of the online softmax, its keys counted from `first_key`.
+def attend_block(q, k, v, m, norm, acc, scale_log2, keys, positions, MASKED: tl.constexpr):
+    """One KV block of the online softmax.
 
-    q [M, D], k and v [N, D], positions [M]; the state is the maximum m [M] (in powers
-    of two), the sum norm [M, 16] (equal columns) and acc [M, D], all fp32. Masking a block that
-    all rows see whole changes nothing, so MASKED may be False there.
+    q [M, D], k and v [N, D], keys [N], positions [M]; the state is the maximum m [M] (in powers
+    of two), the sum norm [M, 16] (equal columns) and acc [M, D], all fp32.
     """
     s = tl.dot(q, tl.trans(k), input_precision="ieee")
     if MASKED:
-        columns = tl.arange(0, k.shape[0])
-        s = tl.where(columns[None, :] <= (positions - first_key)[:, None], s, float("-inf"))
+        s = tl.where(keys[None, :] <= positions[:, None], s, float("-inf"))
     m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)
-    # A row that has seen no key yet: no inf - inf.
-    base = tl.where(m_new == float("-inf"), 0.0, m_new)
+    base = m_new
+    if MASKED:  # a row that has seen no key yet: no inf - inf
+        base = tl.where(m_new == float("-inf"), 0.0, m_new)
     p = tl.exp2(tl.fma(s, scale_log2, -base[:, None])).to(v.dtype)
     alpha = tl.exp2(m - base)[:, None]
     # A sum over the tensor core does not follow the layout of threads; tl.sum would.
@@ -96,46 +92,39 @@ def finish(norm, acc):
 
 
 @triton.jit
-def load_block(
-    k_ptr, v_ptr, block_table, block, length, stride_page, stride_row,
-    PAGE: tl.constexpr, PAGED: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
-    WHOLE: tl.constexpr,
+def walk_blocks(
+    q, m, norm, acc, positions,
+    k_ptr, v_ptr, k_desc, v_desc, first_row, column, block_table, length, first, last, scale_log2,
+    stride_page, stride_row, PAGE: tl.constexpr, PAGED: tl.constexpr, TMA: tl.constexpr,
+    N: tl.constexpr, D: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """K and V [N, D] of one block of a sequence. Unless all its keys exist (WHOLE), those past
-    `length` are zero: a page's unused slots can hold NaN, and 0 * NaN is NaN."""
-    keys = block * N + tl.arange(0, N)
-    if PAGED:
-        if WHOLE:
-            page = tl.load(block_table + keys // PAGE)
+    """Blocks [first, last) of one segment. Without MASKED, all rows must see them whole (only
+    these may come through tensor maps: past a sequence's end lies another one)."""
+    dim = tl.arange(0, D)
+    for block in range(first, last):
+        keys = block * N + tl.arange(0, N)
+        if TMA and not MASKED:
+            k = k_desc.load([first_row + block * N, column])
+            v = v_desc.load([first_row + block * N, column])
         else:
-            page = tl.load(block_table + keys // PAGE, mask=keys < length, other=0)
-        rows = page.to(tl.int64) * stride_page + (keys % PAGE) * stride_row
-    else:
-        rows = keys.to(tl.int64) * stride_row
-    at = rows[:, None] + tl.arange(0, D)[None, :]
-    if WHOLE:
-        return tl.load(k_ptr + at), tl.load(v_ptr + at)
-    exists = (keys < length)[:, None]
-    k = tl.load(k_ptr + at, mask=exists, other=0.0)
-    v = tl.load(v_ptr + at, mask=exists, other=0.0)
-    return k, v
-
-
-@triton.jit
-def store_rows(
-    out_ptr, lse_ptr, m, norm, acc, rows, num_rows, first_row, end, num_tokens, head, num_heads,
-    D: tl.constexpr,
-):  # fmt: skip
-    """Write a tile's rows of one head; tokens from `end` on belong to no sequence: zero."""
-    tokens = (first_row + rows).to(tl.int64)
-    exists = rows < num_rows
-    written = exists | ((tokens >= end) & (tokens < num_tokens))
-    at = tokens * num_heads + head
-    out = tl.where(exists[:, None], finish(norm, acc), 0.0).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + at[:, None] * D + tl.arange(0, D)[None, :], out, mask=written[:, None])
-    if lse_ptr is not None:
-        lse = (m + tl.log2(norm)) * _LN2
-        tl.store(lse_ptr + at, tl.where(exists, lse, 0.0), mask=written)
+            if PAGED:
+                if MASKED:
+                    page = tl.load(block_table + keys // PAGE, mask=keys < length, other=0)
+                else:
+                    page = tl.load(block_table + keys // PAGE)
+                rows = page.to(tl.int64) * stride_page + (keys % PAGE) * stride_row
+            else:
+                rows = keys.to(tl.int64) * stride_row
+            at = rows[:, None] + dim[None, :]
+            if MASKED:
+                # A page's unused slots can hold NaN, and 0 * NaN is NaN.
+                k = tl.load(k_ptr + at, mask=(keys < length)[:, None], other=0.0)
+                v = tl.load(v_ptr + at, mask=(keys < length)[:, None], other=0.0)
+            else:
+                k = tl.load(k_ptr + at)
+                v = tl.load(v_ptr + at)
+        m, norm, acc = attend_block(q, k, v, m, norm, acc, scale_log2, keys, positions, MASKED)
+    return m, norm, acc
 
 
 @triton.jit
@@ -157,11 +146,11 @@ def find_tile(cu_seqlens, tile, num_seqs, BLOCK: tl.constexpr):
 
 @triton.jit
 def _tiles(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, cu_seqlens, seq_lens, block_table,
-    scale_log2, num_tokens, num_tiles, num_seqs, num_heads,
+    q_ptr, k_ptr, v_ptr, k_desc, v_desc, out_ptr, lse_ptr, cu_seqlens, seq_lens, block_table,
+    scale_log2, num_tiles, num_seqs, num_heads,
     stride_qt, stride_qh, stride_page, stride_row, stride_kh, stride_table,
-    GROUP: tl.constexpr, PAGE: tl.constexpr, PAGED: tl.constexpr, SEGMENT: tl.constexpr,
-    BLOCK_M: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
+    GROUP: tl.constexpr, PAGE: tl.constexpr, PAGED: tl.constexpr, TMA: tl.constexpr,
+    SEGMENT: tl.constexpr, BLOCK_M: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     # Heads vary fastest and long tiles come first: they share K and V in the cache, and the last
     # tiles to run are short.
@@ -170,6 +159,8 @@ def _tiles(
     seq, tile = find_tile(cu_seqlens, num_tiles - 1 - pid // num_heads, num_seqs, BLOCK_M)
     first_row = tl.load(cu_seqlens + seq)
     num_rows = tl.load(cu_seqlens + seq + 1) - first_row
+    if tile * BLOCK_M >= num_rows:
+        return
     if PAGED:
         if num_rows == 1:  # the decode kernel's
             return
@@ -183,14 +174,18 @@ def _tiles(
     v_ptr += (head // GROUP) * stride_kh
 
     rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    q_at = (first_row + rows).to(tl.int64)[:, None] * stride_qt + tl.arange(0, D)[None, :]
-    q = tl.load(q_ptr + head * stride_qh + q_at, mask=(rows < num_rows)[:, None], other=0.0)
+    dim = tl.arange(0, D)
+    valid = rows < num_rows
+    tokens = (first_row + rows).to(tl.int64)
+    q_at = tokens[:, None] * stride_qt + head * stride_qh + dim[None, :]
+    q = tl.load(q_ptr + q_at, mask=valid[:, None], other=0.0)
+
     first_position = length - num_rows + tile * BLOCK_M
     positions = length - num_rows + rows
     num_full = (first_position + 1) // N  # blocks that all rows see whole
     num_blocks = tl.cdiv(tl.minimum(first_position + BLOCK_M, length), N)
-    num_blocks = tl.where(tile * BLOCK_M < num_rows, num_blocks, 0)
     BLOCKS: tl.constexpr = SEGMENT // N
+    column = (head // GROUP) * D
 
     m_all, _, acc_all = empty_state(BLOCK_M, D)
     norm_all = tl.zeros([BLOCK_M], tl.float32)
@@ -199,85 +194,22 @@ def _tiles(
         last = tl.minimum(first + BLOCKS, num_blocks)
         turn = tl.maximum(first, tl.minimum(last, num_full))
         m, norm, acc = empty_state(BLOCK_M, D)
-        for block in range(first, turn):
-            k, v = load_block(
-                k_ptr, v_ptr, block_table, block, length, stride_page, stride_row,
-                PAGE, PAGED, N, D, True,
-            )  # fmt: skip
-            m, norm, acc = attend(q, k, v, m, norm, acc, scale_log2, block * N, positions, False)
-        for block in range(turn, last):
-            k, v = load_block(
-                k_ptr, v_ptr, block_table, block, length, stride_page, stride_row,
-                PAGE, PAGED, N, D, False,
-            )  # fmt: skip
-            m, norm, acc = attend(q, k, v, m, norm, acc, scale_log2, block * N, positions, True)
+        m, norm, acc = walk_blocks(
+            q, m, norm, acc, positions, k_ptr, v_ptr, k_desc, v_desc, first_row, column, block_table,
+            length, first, turn, scale_log2, stride_page, stride_row, PAGE, PAGED, TMA, N, D, False,
+        )  # fmt: skip
+        m, norm, acc = walk_blocks(
+            q, m, norm, acc, positions, k_ptr, v_ptr, k_desc, v_desc, first_row, column, block_table,
+            length, turn, last, scale_log2, stride_page, stride_row, PAGE, PAGED, TMA, N, D, True,
+        )  # fmt: skip
         m_all, norm_all, acc_all = merge(m_all, norm_all, acc_all, m, tl.max(norm, 1), acc)
-    store_rows(
-        out_ptr, lse_ptr, m_all, norm_all, acc_all, rows, num_rows, first_row,
-        tl.load(cu_seqlens + num_seqs), num_tokens, head, num_heads, D,
-    )  # fmt: skip
 
-
-@triton.jit
-def _list_tiles(cu_seqlens, tiles_ptr, num_seqs, BLOCK: tl.constexpr):
-    """tiles [num_tiles, 2]: what `find_tile` says of each."""
-    pid = tl.program_id(0)
-    seq, tile = find_tile(cu_seqlens, pid, num_seqs, BLOCK)
-    tl.store(tiles_ptr + 2 * pid, seq)
-    tl.store(tiles_ptr + 2 * pid + 1, tile)
-
-
-@triton.jit
-def _mapped_tiles(
-    q_desc, k_desc, v_desc, out_ptr, lse_ptr, cu_seqlens, tiles_ptr,
-    scale_log2, num_tokens, num_tiles, num_seqs, num_heads,
-    GROUP: tl.constexpr, SEGMENT: tl.constexpr, SPECIALIZED: tl.constexpr,
-    BLOCK_M: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
-):  # fmt: skip
-    """`_tiles` for packed sequences on Hopper, through tensor maps.
-
-    SPECIALIZED: one warp loads, and two groups of warps have half of the rows each, so that the
-    softmax of one runs beside the products of the other. The compiler does that to one loop with
-    one body alone: every block is masked, and tiles are found beforehand.
-    Keys past a sequence's end are those of its neighbour, with probability 0.
-    """
-    pid = tl.program_id(0)
-    head = pid % num_heads
-    at = tiles_ptr + 2 * (num_tiles - 1 - pid // num_heads)
-    seq, tile = tl.load(at), tl.load(at + 1)
-    first_row = tl.load(cu_seqlens + seq)
-    num_rows = tl.load(cu_seqlens + seq + 1) - first_row
-    column = (head // GROUP) * D
-    q = q_desc.load([first_row + tile * BLOCK_M, head * D])
-    rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    num_blocks = tl.cdiv(tl.minimum((tile + 1) * BLOCK_M, num_rows), N)
-    num_blocks = tl.where(tile * BLOCK_M < num_rows, num_blocks, 0)
-    BLOCKS: tl.constexpr = SEGMENT // N
-
-    m_all, _, acc_all = empty_state(BLOCK_M, D)
-    norm_all = tl.zeros([BLOCK_M], tl.float32)
-    for segment in range(0, tl.cdiv(num_blocks, BLOCKS)):
-        first = segment * BLOCKS
-        last = tl.minimum(first + BLOCKS, num_blocks)
-        m, norm, acc = empty_state(BLOCK_M, D)
-        # All rows see the blocks before `turn` whole.
-        turn = tl.maximum(first, tl.minimum(last, (tile * BLOCK_M + 1) // N))
-        if SPECIALIZED:
-            turn = first
-        else:
-            for block in range(first, turn):
-                k = k_desc.load([first_row + block * N, column])
-                v = v_desc.load([first_row + block * N, column])
-                m, norm, acc = attend(q, k, v, m, norm, acc, scale_log2, block * N, rows, False)
-        for block in tl.range(turn, last, warp_specialize=SPECIALIZED):
-            k = k_desc.load([first_row + block * N, column])
-            v = v_desc.load([first_row + block * N, column])
-            m, norm, acc = attend(q, k, v, m, norm, acc, scale_log2, block * N, rows, True)
-        m_all, norm_all, acc_all = merge(m_all, norm_all, acc_all, m, tl.max(norm, 1), acc)
-    store_rows(
-        out_ptr, lse_ptr, m_all, norm_all, acc_all, rows, num_rows, first_row,
-        tl.load(cu_seqlens + num_seqs), num_tokens, head, num_heads, D,
-    )  # fmt: skip
+    out_at = (tokens[:, None] * num_heads + head) * D + dim[None, :]
+    out = finish(norm_all, acc_all).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + out_at, out, mask=valid[:, None])
+    if lse_ptr is not None:
+        lse = (m_all + tl.log2(norm_all)) * _LN2
+        tl.store(lse_ptr + tokens * num_heads + head, lse, mask=valid)
 
 
 def check(q: Tensor, k: Tensor, scale: float) -> None:
@@ -300,12 +232,10 @@ def unit_rows(x: Tensor) -> Tensor:
 def use_tma(x: Tensor) -> bool:
     """Whether tiles of x [T, heads, D] can come through a tensor map: a matter of speed alone."""
     return (
-        x.dtype == torch.bfloat16
-        and x.is_cuda
-        and torch.cuda.get_device_capability(x.device) >= (9, 0)
-        and x.stride(1) == x.shape[2]
+        x.stride(1) == x.shape[2]
         and x.stride(0) * x.element_size() % 16 == 0
         and x.data_ptr() % 16 == 0
+        and (not x.is_cuda or torch.cuda.get_device_capability(x.device) >= (9, 0))
     )
 
 
@@ -328,28 +258,20 @@ def attention(
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     num_seqs = len(cu_seqlens) - 1
     if not num_tokens or num_seqs <= 0:
-        return out.zero_(), lse.zero_()
-    group, block = num_heads // k.shape[1], kv_block(head_dim)
-    mapped = config is None and all(map(use_tma, (q, k, v)))
-    if mapped or (config and "SPECIALIZED" in config):
-        config = config or mapped_config(head_dim)
-        num_tiles = num_tokens // config["BLOCK_M"] + num_seqs
-        tiles = torch.empty(num_tiles, 2, dtype=torch.int32, device=q.device)
-        _list_tiles[(num_tiles,)](cu_seqlens, tiles, num_seqs, config["BLOCK_M"], num_warps=1)
-        _mapped_tiles[(num_tiles * num_heads,)](
-            tensor_map(q, config["BLOCK_M"]), tensor_map(k, block), tensor_map(v, block), out, lse,
-            cu_seqlens, tiles, scale * LOG2E, num_tokens, num_tiles, num_seqs, num_heads,
-            GROUP=group, SEGMENT=SEGMENT, N=block, D=head_dim, **config,
-        )  # fmt: skip
         return out, lse
     if k.stride() != v.stride():
         k, v = k.contiguous(), v.contiguous()
-    config = config or tile_config(head_dim, q.dtype, num_tokens)
+    config = dict(config or {})
+    tma = config.pop("TMA", q.dtype == torch.bfloat16) and use_tma(k) and use_tma(v)
+    config = config or tile_config(head_dim, q.dtype, num_tokens, tma)
+    block = kv_block(head_dim)
     num_tiles = num_tokens // config["BLOCK_M"] + num_seqs
     _tiles[(num_tiles * num_heads,)](
-        q, k, v, out, lse, cu_seqlens, None, None, scale * LOG2E, num_tokens, num_tiles, num_seqs,
-        num_heads, q.stride(0), q.stride(1), 0, k.stride(0), k.stride(1), 0,
-        GROUP=group, PAGE=1, PAGED=False, SEGMENT=SEGMENT, N=block, D=head_dim, **config,
+        q, k, v, tensor_map(k, block) if tma else None, tensor_map(v, block) if tma else None,
+        out, lse, cu_seqlens, None, None, scale * LOG2E, num_tiles, num_seqs, num_heads,
+        q.stride(0), q.stride(1), 0, k.stride(0), k.stride(1), 0,
+        GROUP=num_heads // k.shape[1], PAGE=1, PAGED=False, TMA=tma,
+        SEGMENT=SEGMENT, N=block, D=head_dim, **config,
     )  # fmt: skip
     return out, lse
 
@@ -361,13 +283,14 @@ def paged_prefill(
     """Fill the rows of `out` whose sequences have two or more new tokens."""
     num_tokens, num_heads, head_dim = q.shape
     num_seqs = len(seq_lens)
-    config = config or tile_config(head_dim, q.dtype, max_seqlen_q)
+    config = config or tile_config(head_dim, q.dtype, max_seqlen_q, False)
     num_tiles = num_tokens // config["BLOCK_M"] + num_seqs
     k, v = kv_cache[..., :head_dim], kv_cache[..., head_dim:]
     _tiles[(num_tiles * num_heads,)](
-        q, k, v, out, None, cu_seqlens_q, seq_lens, block_table, scale * LOG2E, num_tokens,
-        num_tiles, num_seqs, num_heads, q.stride(0), q.stride(1), k.stride(0), k.stride(2),
-        k.stride(1), block_table.stride(0),
-        GROUP=num_heads // k.shape[1], PAGE=k.shape[2], PAGED=True, SEGMENT=SEGMENT,
-        N=kv_block(head_dim), D=head_dim, **config,
+        q, k, v, None, None,
+        out, None, cu_seqlens_q, seq_lens, block_table, scale * LOG2E, num_tiles, num_seqs,
+        num_heads, q.stride(0), q.stride(1), k.stride(0), k.stride(2), k.stride(1),
+        block_table.stride(0),
+        GROUP=num_heads // k.shape[1], PAGE=k.shape[2], PAGED=True, TMA=False,
+        SEGMENT=SEGMENT, N=kv_block(head_dim), D=head_dim, **config,
     )  # fmt: skip

@@ -23,15 +23,11 @@ HEADS = [(8, 4, 128), (2, 1, 32), (4, 2, 64), (2, 5, 128), (1, 8, 256)]
 LENGTHS = [1, 17, 128, 129, 0, 700, 2048, 2049, 5000]  # around a block, a segment, and several
 ORDERS = [(0, 1, 2, 3), (0, 2, 1, 3), (1, 0, 2, 3)]
 TILES = [
-    {"BLOCK_M": 128, "num_warps": 8, "num_stages": 2},
+    {"BLOCK_M": 128, "num_warps": 8, "num_stages": 3},
     {"BLOCK_M": 64, "num_warps": 4, "num_stages": 2},
-    {"BLOCK_M": 64, "num_warps": 8, "num_stages": 1},
-    {"BLOCK_M": 32, "num_warps": 4, "num_stages": 1},
-    {"BLOCK_M": 16, "num_warps": 2, "num_stages": 1},
-]
-MAPPED = [
-    {"SPECIALIZED": 0, "BLOCK_M": 128, "num_warps": 8, "num_stages": 2},
-    {"SPECIALIZED": 0, "BLOCK_M": 64, "num_warps": 4, "num_stages": 2},
+    {"BLOCK_M": 64, "num_warps": 8, "num_stages": 2, "TMA": False},
+    {"BLOCK_M": 32, "num_warps": 4, "num_stages": 1, "TMA": False},
+    {"BLOCK_M": 16, "num_warps": 2, "num_stages": 1, "TMA": False},
 ]
 DECODES = [
     {"BLOCK_M": 16, "num_warps": 1, "num_stages": 1, "PROGRAMS": 1},
@@ -141,8 +137,9 @@ def check_paged(case, whole, tiles, decodes, decode_rows):
     """Prefill in one step, in chunks, row by row and mixed."""
     full = [(s, 0, n) for s, n in enumerate(case.lengths) if n]
     for config in [None, *tiles]:
-        out, at = case.step(full, tiles=config)
-        assert_same(out, whole[at], f"prefill over pages, tile {config}")
+        tile = {k: v for k, v in (config or {}).items() if k != "TMA"}
+        out, at = case.step(full, tiles=tile or None)
+        assert_same(out, whole[at], f"prefill over pages, tile {tile}")
     for chunk in (100, 1000):
         for turn in range(0, max(case.lengths), chunk):
             runs = [(s, turn, min(n, turn + chunk)) for s, n in enumerate(case.lengths) if n > turn]
@@ -205,8 +202,8 @@ def interpreted():
 
     attention_triton.SEGMENT = attention_decode_triton.SEGMENT = 128
     case = Case([1, 0, 133, 20], 1, 2, 32, FP32, "cpu", block_size=48, order=1)
-    mapped = [{"BLOCK_M": 64, "SPECIALIZED": special} for special in (0, 1)]
-    whole = check_packed(case, [{"BLOCK_M": 64}, *mapped])
+    tile = {"BLOCK_M": 64, "TMA": True}
+    whole = check_packed(case, [tile])
     check_accuracy(case, 1e-6)
     full = [(s, 0, n) for s, n in enumerate(case.lengths) if n]
     mixed = [(2, 132, 133), (0, 0, 1), (2, 50, 133), (3, 19, 20)]
@@ -226,9 +223,11 @@ def interpreted():
 @pytest.mark.parametrize(("kv_heads", "group", "dim"), HEADS)
 def test_one_function(kv_heads, group, dim):
     case = Case(LENGTHS, kv_heads, group, dim, BF16, "cuda")
-    whole = check_packed(case, [*TILES, *MAPPED])
+    # A tile of 128 rows times 256 does not fit with three stages.
+    tiles = TILES if dim <= 128 else TILES[1:]
     decodes = DECODES if dim <= 128 else DECODES[:2]
-    check_paged(case, whole, TILES, decodes, decode_rows=40)
+    whole = check_packed(case, tiles)
+    check_paged(case, whole, tiles, decodes, decode_rows=40)
 
 
 @pytest.mark.gpu
@@ -270,29 +269,14 @@ def test_scores_far_apart():
 
 
 @pytest.mark.gpu
-def test_tokens_after_the_last_sequence():
-    case = Case([130, 333, 64], 2, 2, 128, BF16, "cuda")
-    whole, sums = case.packed()
-    case.cu_seqlens = case.int32([0, 130, 463, 463])  # the last one is padding now
-    for config in [None, *TILES, *MAPPED]:
-        out, lse = case.packed(config)
-        assert_same(out[:463], whole[:463], f"before padding, {config}")
-        assert not out[463:].any(), f"padding must be zero, {config}"
-        assert not lse[463:].any()
-        assert_same(lse[:463], sums[:463], "log-sum-exp before padding")
-
-
-@pytest.mark.gpu
 def test_neighbours_of_nan():
     case = Case([130, 333, 64], 2, 2, 128, BF16, "cuda")
     whole, _ = case.packed()
     rows = case.rows(1, 0, 333)
-    case.q[: rows.start] = torch.nan
-    case.q[rows.stop :] = torch.inf
-    for x in (case.k, case.v):  # finite, as the operator assumes
-        x[: rows.start] = 1e30
-        x[rows.stop :] = -1e30
-    assert_same(case.packed()[0][rows], whole[rows], "among NaN queries and huge keys")
+    for x in (case.q, case.k, case.v):
+        x[: rows.start] = torch.nan
+        x[rows.stop :] = torch.inf
+    assert_same(case.packed()[0][rows], whole[rows], "among NaN and infinity")
 
 
 @pytest.mark.gpu
