@@ -61,7 +61,8 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
         ({"kv_offloading_size": 1.0}, "--kv-offloading-size"),
         ({"cpu_offload_gb": 1.0}, "--cpu-offload-gb"),
         ({"weight_transfer_config": {"backend": "ipc"}}, "--weight-transfer-config"),
-        ({"model_class_overrides": {"Qwen3ForCausalLM": "a:B"}}, "--model-class-overrides"),
+        # another architecture's name: vLLM keeps the override for the rest of the process
+        ({"model_class_overrides": {"NobodyForCausalLM": "a:B"}}, "--model-class-overrides"),
         (
             {"logprobs_mode": "processed_logprobs", "logits_processors": ["a:B"]},
             "logits processors",
