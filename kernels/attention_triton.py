@@ -195,12 +195,14 @@ def _tiles(
         turn = tl.maximum(first, tl.minimum(last, num_full))
         m, norm, acc = empty_state(BLOCK_M, D)
         m, norm, acc = walk_blocks(
-            q, m, norm, acc, positions, k_ptr, v_ptr, k_desc, v_desc, first_row, column, block_table,
-            length, first, turn, scale_log2, stride_page, stride_row, PAGE, PAGED, TMA, N, D, False,
+            q, m, norm, acc, positions, k_ptr, v_ptr, k_desc, v_desc, first_row, column,
+            block_table, length, first, turn, scale_log2, stride_page, stride_row,
+            PAGE, PAGED, TMA, N, D, False,
         )  # fmt: skip
         m, norm, acc = walk_blocks(
-            q, m, norm, acc, positions, k_ptr, v_ptr, k_desc, v_desc, first_row, column, block_table,
-            length, turn, last, scale_log2, stride_page, stride_row, PAGE, PAGED, TMA, N, D, True,
+            q, m, norm, acc, positions, k_ptr, v_ptr, k_desc, v_desc, first_row, column,
+            block_table, length, turn, last, scale_log2, stride_page, stride_row,
+            PAGE, PAGED, TMA, N, D, True,
         )  # fmt: skip
         m_all, norm_all, acc_all = merge(m_all, norm_all, acc_all, m, tl.max(norm, 1), acc)
 
