@@ -13,7 +13,12 @@ import sys
 import pytest
 import torch
 
-from isomodels.kernels.attention import attention, paged_attention, write_kv_cache
+from isomodels.kernels.attention import (
+    TRITON_SCHEDULE,
+    attention,
+    paged_attention,
+    write_kv_cache,
+)
 from tests.kernel.battery import assert_same_bits, hard, relative_rms, unit_error
 from tests.kernel.pages import Pages
 
@@ -200,6 +205,9 @@ def test_through_the_interpreter():
 def interpreted():
     from isomodels.kernels import attention_decode_triton, attention_triton
 
+    constants = TRITON_SCHEDULE.constants
+    assert constants["segment"] == attention_triton.SEGMENT
+    assert all(constants["kv_block"] == attention_triton.kv_block(d) for d in (32, 64, 128, 256))
     attention_triton.SEGMENT = attention_decode_triton.SEGMENT = 128
     case = Case([1, 0, 133, 20], 1, 2, 32, FP32, "cpu", block_size=48, order=1)
     tile = {"BLOCK_M": 64, "TMA": True}
