@@ -6,6 +6,9 @@ order is written in the shapes and no layout can change it. Kernels that use the
 with `enable_fp_fusion=False`, or a product and an addition may or may not become one operation.
 """
 
+# Arguments of kernels have Triton's own types.
+# mypy: disable-error-code="no-untyped-def"
+
 import functools
 
 import torch

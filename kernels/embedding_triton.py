@@ -1,5 +1,8 @@
 """Triton backend of the backward of `isomodels::embedding`; the forward is torch's own copy."""
 
+# Arguments of kernels have Triton's own types.
+# mypy: disable-error-code="no-untyped-def"
+
 import torch
 import triton
 import triton.language as tl

@@ -6,6 +6,9 @@ neighbours in fp32, then the bias, then one rounding. Tiles, stages, warps, the 
 the tile and which operand takes the place of the rows move no bit (Hopper; the tests check it).
 """
 
+# Arguments of kernels have Triton's own types.
+# mypy: disable-error-code="no-untyped-def"
+
 from typing import NamedTuple
 
 import torch

@@ -30,7 +30,7 @@ DEFAULTS: dict[str, dict[int, Values]] = {
         32: (32, 64, 128, 4, 4, 1),
         64: (64, 32, 128, 5, 4),
         256: (64, 128, 128, 4, 4),
-        LARGE: (128, 256, 64, 4, 8, 0, 2),
+        LARGE: (128, 128, 64, 5, 8),
     },
     # a subtree with an fp32 result
     "tree partial": {
@@ -54,7 +54,7 @@ DEFAULTS: dict[str, dict[int, Values]] = {
     # the same, added to an fp32 result
     "nn add": {LARGE: (128, 128, 64, 4, 8, 0, 2)},
     # dY^T X: both are
-    "tn": {LARGE: (128, 256, 64, 3, 8)},
+    "tn": {LARGE: (128, 256, 64, 4, 8, 0, 2)},
 }
 
 

@@ -7,6 +7,11 @@ definition of this that both operations run, the first on logits in memory, the 
 accumulators of the product, so no [T, V] tensor is stored.
 """
 
+# Arguments of kernels have Triton's own types.
+# mypy: disable-error-code="no-untyped-def"
+
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -228,7 +233,8 @@ def _launch(
     block_m, block_n, block_k = config.block_m, config.block_n, config.block_k
     top, total, chosen = sums or (None, None, None)
     dlogits, normalizer, grad = backward or (None, None, None)
-    c_desc = descriptor(dlogits, [block_m, block_n // config.subtiles]) if backward else None
+    c_block = [block_m, block_n // config.subtiles]
+    c_desc = None if dlogits is None else descriptor(dlogits, c_block)
     tiles = triton.cdiv(rows, block_m) * triton.cdiv(n, block_n)
     _vocab_gemm[(min(tiles, processors(hidden)),)](
         descriptor(bulk(hidden), [block_m, block_k]), descriptor(bulk(weight), [block_n, block_k]),
@@ -246,11 +252,11 @@ def token_logprobs(
     """hidden [T, H], weight [V, H], targets [T] -> (logprobs [T], (maximum, log sum) [T, 2])."""
     rows, vocab_size = len(hidden), weight.shape[0]
     blocks, leaf_blocks, log2 = _cuts(vocab_size)
-    fp32 = {"dtype": torch.float32, "device": hidden.device}
-    top, total = torch.empty(2, rows, blocks, **fp32)
+    new = functools.partial(torch.empty, dtype=torch.float32, device=hidden.device)
+    top, total = new(2, rows, blocks)
     # A target that no column has, an invalid one, gives NaN.
-    chosen = torch.full((rows,), torch.nan, **fp32)
-    logprobs, normalizer = torch.empty(rows, **fp32), torch.empty(rows, 2, **fp32)
+    chosen = new(rows).fill_(torch.nan)
+    logprobs, normalizer = new(rows), new(rows, 2)
     if rows:
         _launch(hidden, weight, targets, temperature, sums=(top, total, chosen))
         _fold_kernel[(rows,)](

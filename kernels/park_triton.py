@@ -6,6 +6,9 @@ thread that owns it: as inline assembly, since Triton's own loads and stores wou
 through shared memory, and a variable that lives across the loop can be copied in every step of it.
 """
 
+# Arguments of kernels have Triton's own types.
+# mypy: disable-error-code="no-untyped-def"
+
 import functools
 
 import triton

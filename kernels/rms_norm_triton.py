@@ -1,5 +1,8 @@
 """Triton backend of `isomodels::rms_norm` and `isomodels::add_rms_norm`; one row a program."""
 
+# Arguments of kernels have Triton's own types.
+# mypy: disable-error-code="no-untyped-def"
+
 from typing import NamedTuple
 
 import torch
@@ -88,7 +91,7 @@ def rms_norm(
     y = torch.empty(rows, n, dtype=x.dtype, device=x.device)
     add = residual is not None
     total = torch.empty_like(y) if add else x
-    other = rows_of(residual) if add else x
+    other = x if residual is None else rows_of(residual)
     if rows:
         _forward[(rows,)](
             x, other, weight.contiguous(), y, total, x.stride(0), other.stride(0), eps,
@@ -107,7 +110,7 @@ def rms_norm_backward(
     x, grad = rows_of(x), rows_of(grad)
     rows, n = x.shape
     add = grad_total is not None
-    other = rows_of(grad_total) if add else grad
+    other = grad if grad_total is None else rows_of(grad_total)
     dx = torch.empty(rows, n, dtype=x.dtype, device=x.device)
     programs = min(rows, _BACKWARD.programs * processors(x))
     if not rows:
