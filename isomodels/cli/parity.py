@@ -33,7 +33,9 @@ def parity(
             "another dtype is cast into a temporary copy first."
         ),
     ] = None,
-    device: Annotated[str, typer.Option(help="cpu.")] = "cpu",
+    device: Annotated[
+        str, typer.Option(help="cpu or cuda: what vLLM and Megatron run on here.")
+    ] = "cpu",
     seed: Annotated[int, typer.Option(help="Of prompts, sampling and random weights.")] = 0,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Also write the report as JSON.")

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from isomodels.vllm.engine import Result
+from isomodels.vllm.engine import Result, Step
 
 ENGINE_CASES = (
     "engine_prefill",
@@ -14,9 +14,15 @@ ENGINE_CASES = (
     "engine_decode",
     "engine_resume",
 )
+GRAPH_CASES = ("engine_decode_graph",)
 TRAINER_CASES = ("trainer_forward", "trainer_score", "trainer_recompute")
-CASES = (*ENGINE_CASES, *TRAINER_CASES)
 MIN_COMPARED = 200
+
+
+def cases_of(device: str) -> tuple[str, ...]:
+    """The cases that exist on "cpu" or "cuda"."""
+    graphs = GRAPH_CASES if device == "cuda" else ()
+    return (*ENGINE_CASES, *graphs, *TRAINER_CASES)
 
 
 @dataclass
@@ -59,8 +65,8 @@ class Difference:
 class Comparison:
     """Tallies of all cases, and the first difference."""
 
-    def __init__(self) -> None:
-        self.tallies = {case: Tally() for case in CASES}
+    def __init__(self, cases: Sequence[str]) -> None:
+        self.tallies = {case: Tally() for case in cases}
         self.first: Difference | None = None
 
     def _add(
@@ -100,12 +106,17 @@ def sequence(result: Result) -> tuple[int, ...]:
     return (*result.prompt, *(token.id for token in result.tokens))
 
 
-def counters(results: Sequence[Result], num_steps: int, mixed_steps: int) -> dict[str, int]:
+def counters(results: Sequence[Result], steps: Sequence[Step], device: str) -> dict[str, int]:
     """What the engine's scheduler did, as proof that the cases were entered."""
-    return {
-        "steps": num_steps,
-        "steps_mixing_prefill_and_decode": mixed_steps,
+    counted = {
+        "steps": len(steps),
+        "steps_mixing_prefill_and_decode": sum(
+            bool(step.prefill_rows and step.decode_rows) for step in steps
+        ),
         "prefill_chunks": sum(len(r.chunks) for r in results if len(r.chunks) > 1),
         "cached_tokens": sum(r.num_cached_tokens for r in results),
         "preemptions": sum(r.preemptions for r in results),
     }
+    if device == "cuda":
+        counted["graph_replays"] = sum(step.replayed for step in steps)
+    return counted

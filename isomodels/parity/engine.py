@@ -2,15 +2,16 @@
 
 from collections.abc import Sequence
 
-from isomodels.parity.workload import ENGINE_LIMITS
+from isomodels.parity.workload import DEVICE_LIMITS, ENGINE_LIMITS
 from isomodels.vllm.engine import Engine, Request, Result, Step
 
 
 class ParityEngine:
     """A vLLM engine with limits that make it chunk, cache and preempt."""
 
-    def __init__(self, checkpoint: str, dtype: str, seed: int):
-        self.engine = Engine(checkpoint, dtype=dtype, seed=seed, **ENGINE_LIMITS)
+    def __init__(self, checkpoint: str, dtype: str, seed: int, device: str):
+        limits = {**ENGINE_LIMITS, **DEVICE_LIMITS[device]}
+        self.engine = Engine(checkpoint, dtype=dtype, seed=seed, **limits)
 
     def run(self, requests: Sequence[Request], seed: int) -> tuple[list[Result], list[Step]]:
         """Run requests to their end."""

@@ -6,7 +6,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from isomodels.parity.cases import CASES, Tally
+from isomodels.parity.cases import Tally
 from isomodels.parity.run import PHASES, Report
 
 
@@ -19,10 +19,12 @@ def as_json(report: Report) -> dict[str, Any]:
         "device": report.device,
         "seed": report.seed,
         "versions": report.versions,
-        "cases": {case: asdict(report.total(case)) for case in CASES},
+        "cases": {case: asdict(report.total(case)) for case in report.cases},
         "phases": {
             phase: {
-                "cases": {case: asdict(report.phases[phase].tallies[case]) for case in CASES},
+                "cases": {
+                    case: asdict(report.phases[phase].tallies[case]) for case in report.cases
+                },
                 "engine_counters": report.counters[phase],
             }
             for phase in PHASES
@@ -71,7 +73,7 @@ def _table(report: Report) -> Table:
         table.add_column("\ndiffer", justify="right")
     table.add_column("\nmax_abs", justify="right")
     total = Tally()
-    for case in CASES:
+    for case in report.cases:
         table.add_row(*_row(case, [report.phases[p].tallies[case] for p in PHASES]))
         total.merge(report.total(case))
     table.add_section()

@@ -8,14 +8,16 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+
 from isomodels.config import read_config
 from isomodels.errors import UnsupportedError
 from isomodels.parity.cases import (
-    CASES,
     MIN_COMPARED,
     Comparison,
     Difference,
     Tally,
+    cases_of,
     counters,
     sequence,
 )
@@ -59,6 +61,11 @@ class Report:
     place: Place | None = None
     stock: StockDifference | None = None
 
+    @property
+    def cases(self) -> tuple[str, ...]:
+        """The cases that must be entered."""
+        return cases_of(self.device)
+
     def total(self, case: str) -> Tally:
         """A case over both phases."""
         total = Tally()
@@ -70,7 +77,7 @@ class Report:
         """Why this run does not prove parity; empty if it does."""
         found = []
         for phase in PHASES:
-            for case in CASES:
+            for case in self.cases:
                 tally = self.phases[phase].tallies[case]
                 if tally.differ:
                     found.append(f"{case} {phase}: {tally.differ} of {tally.compared} differ")
@@ -98,7 +105,7 @@ def run_parity(
 
     Args:
         checkpoint: Hugging Face folder; its dtype is the one computed in.
-        device: "cpu".
+        device: "cpu" or "cuda": what the hosts of this machine run on.
         seed: of prompts, sampling and the trainer.
         say: told what is going on.
         engine_checkpoint: other weights for the engine at its start, to see a fault found.
@@ -109,8 +116,7 @@ def run_parity(
     Raises:
         IsoError: for a checkpoint, device or host that cannot be used.
     """
-    if device != "cpu":
-        raise UnsupportedError(f"device {device!r}: parity runs on 'cpu' only")
+    check_device(device)
     spec, config = read_config(checkpoint)
     report = Report(
         architecture=spec.architecture,
@@ -130,6 +136,7 @@ def run_parity(
                 checkpoint=str(engine_checkpoint or checkpoint),
                 dtype=config.dtype,
                 seed=seed,
+                device=device,
             )
         )
         trainer = stack.enter_context(
@@ -167,6 +174,19 @@ def run_parity(
     return report
 
 
+def check_device(device: str) -> None:
+    """Refuse a device that vLLM and Megatron would not run on here.
+
+    Raises:
+        UnsupportedError: naming the one they would.
+    """
+    here = "cuda" if torch.cuda.is_available() else "cpu"
+    if device != here:
+        raise UnsupportedError(
+            f"--device {device}: the hosts of this machine run on {here}: pass --device {here}"
+        )
+
+
 def _phase(
     report: Report, phase: str, engine: Remote, trainer: Remote, source: PromptSource, say: Say
 ) -> tuple[list[tuple[int, ...]], list[list[float]]]:
@@ -179,11 +199,10 @@ def _phase(
         steps += log
         # The trainer works on these tokens while the engine samples the next.
         trainer.submit("cases", [sequence(result) for result in made])
-    mixed = sum(bool(step.prefill_rows and step.decode_rows) for step in steps)
-    report.counters[phase] = counters(_flat(results), len(steps), mixed)
+    report.counters[phase] = counters(_flat(results), steps, report.device)
 
     say(f"{phase.replace('_', ' ')}: the trainer scores the same tokens")
-    comparison = report.phases[phase] = Comparison()
+    comparison = report.phases[phase] = Comparison(report.cases)
     sequences, forward = [], []
     for made in results:
         ours = [sequence(result) for result in made]

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from isomodels.config import DTYPES, read_config
-from isomodels.parity.workload import MAX_MODEL_LEN
+from isomodels.parity.workload import DEVICE_LIMITS, MAX_MODEL_LEN
 from isomodels.vllm.engine import Engine, Request
 from isomodels.weights_conv.files import read_tensors
 from isomodels.weights_conv.rules import Carried, Tied
@@ -30,16 +30,17 @@ class Stock:
     """Runs both stock implementations on given tokens, in a process of its own."""
 
     def compare(
-        self, checkpoint: str, dtype: str, sequences: Sequence[Sequence[int]]
+        self, checkpoint: str, dtype: str, device: str, sequences: Sequence[Sequence[int]]
     ) -> StockDifference:
         """Score every token of `sequences` with both."""
-        hf = _transformers_logprobs(Path(checkpoint), dtype, sequences)
+        hf = _transformers_logprobs(Path(checkpoint), dtype, device, sequences)
         with Engine(
             checkpoint,
             dtype=dtype,
             model_impl="vllm",
             max_model_len=MAX_MODEL_LEN,
             skip_tokenizer_init=True,
+            **DEVICE_LIMITS[device],
         ) as engine:
             longest = MAX_MODEL_LEN - 1  # vLLM samples at least one token more
             requests = [Request(s[:longest], prompt_logprobs=True) for s in sequences]
@@ -57,13 +58,13 @@ class Stock:
 
 @torch.no_grad()
 def _transformers_logprobs(
-    checkpoint: Path, dtype: str, sequences: Sequence[Sequence[int]]
+    checkpoint: Path, dtype: str, device: str, sequences: Sequence[Sequence[int]]
 ) -> list[list[float]]:
     """transformers' model, one sequence at a time, log-softmax in fp32."""
-    model = load_transformers(checkpoint, DTYPES[dtype])
+    model = load_transformers(checkpoint, DTYPES[dtype]).to(device)
     rows = []
     for sequence in sequences:
-        ids = torch.tensor(sequence)
+        ids = torch.tensor(sequence, device=device)
         logprobs = model(ids[None]).logits[0].float().log_softmax(-1)
         rows.append(logprobs[:-1].gather(1, ids[1:, None]).squeeze(1).tolist())
     return rows

@@ -41,10 +41,11 @@ class ParityTrainer:
     @torch.no_grad()
     def _alone(self, sequences: Sequences) -> list[torch.Tensor]:
         core, rows = self.trainer.core, []
+        device = core.head_weight.device
         for sequence in sequences:
-            ids = torch.tensor(sequence)
-            bounds = torch.tensor([0, len(ids)], dtype=torch.int32)
-            hidden = core(ids, torch.arange(len(ids)), Batch.packed(bounds))
+            ids = torch.tensor(sequence, device=device)
+            bounds = torch.tensor([0, len(ids)], dtype=torch.int32, device=device)
+            hidden = core(ids, torch.arange(len(ids), device=device), Batch.packed(bounds))
             rows.append(core.token_logprobs(hidden[:-1], ids[1:]))
         return rows
 

@@ -24,6 +24,11 @@ ENGINE_LIMITS: dict[str, Any] = {
     "enable_chunked_prefill": True,
     "skip_tokenizer_init": True,
 }
+# The trainer and the stock model need room on the same GPU.
+DEVICE_LIMITS: dict[str, dict[str, Any]] = {
+    "cpu": {},
+    "cuda": {"enforce_eager": False, "gpu_memory_utilization": 0.3},
+}
 
 _SHORT = (1, 2, 3, 7, 15, 16, 17, 31, 33, 47, 63, 64, 65, 100)
 _LONG = (257, 300, 400)

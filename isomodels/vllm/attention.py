@@ -14,6 +14,7 @@ from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import (
     AttentionBackend,
+    AttentionCGSupport,
     AttentionMetadataBuilder,
     CommonAttentionMetadata,
 )
@@ -32,6 +33,9 @@ class StepMetadata:
 
 class BatchBuilder(AttentionMetadataBuilder[StepMetadata]):
     """Builds the `Batch` of a step from device tensors, without reading one back."""
+
+    # A captured graph holds the tensors of its batch, which vLLM fills anew for each replay.
+    _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
     def __init__(
         self,

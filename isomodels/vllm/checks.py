@@ -44,6 +44,7 @@ class IsoModelsConfig:
         if path.is_dir():  # before vLLM starts processes; a hub name is checked by `load_weights`
             check_files(path)
         _set_logprobs(vllm_config)
+        _set_cuda_graphs(vllm_config)
 
 
 def read_checkpoint_config(model_config: Any) -> tuple[ArchSpec, Any]:
@@ -86,8 +87,8 @@ def _device_refusals(vllm_config: Any) -> tuple[tuple[bool, str], ...]:
 
     return (
         (
-            not current_platform.is_cpu(),
-            f"the device {current_platform.device_type} was not checked yet: use vLLM for CPU",
+            not (current_platform.is_cpu() or current_platform.is_cuda()),
+            f"the device {current_platform.device_type} was not checked: use vLLM for CPU or CUDA",
         ),
         (
             bool(vllm_config.use_v2_model_runner),
@@ -259,3 +260,26 @@ def _set_logprobs(vllm_config: Any) -> None:
         processors.append(REFUSE_SEEDS)
     model.logits_processors = processors or None
     model.logprobs_mode = _LOGPROBS_MODES[model.logprobs_mode]
+
+
+def _set_cuda_graphs(vllm_config: Any) -> None:
+    """Graphs of whole decode steps; nothing is compiled: every operator is a kernel already."""
+    from vllm.config import CompilationMode, CUDAGraphMode
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cuda():
+        return
+    compilation = vllm_config.compilation_config
+    if compilation.mode not in (None, CompilationMode.NONE):
+        raise UnsupportedError(
+            f"isomodels: compilation mode {compilation.mode.name} is not supported: leave it out"
+        )
+    graphs = (None, CUDAGraphMode.NONE, CUDAGraphMode.FULL_DECODE_ONLY)
+    if compilation.cudagraph_mode not in graphs:
+        raise UnsupportedError(
+            f"isomodels: cudagraph_mode {compilation.cudagraph_mode.name} is not supported: "
+            "use FULL_DECODE_ONLY or NONE"
+        )
+    compilation.mode = CompilationMode.NONE
+    if compilation.cudagraph_mode is None:
+        compilation.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY

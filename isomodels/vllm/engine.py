@@ -8,7 +8,7 @@ import contextlib
 import gc
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ _ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
+    # The V2 runner, vLLM's default on CUDA, was not checked.
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
 }
 
 
@@ -61,6 +63,7 @@ class Token:
         rows: rows of its request in that step: 1 is a decode.
         history: tokens of its request that had been computed (or cached) before that step.
         preemptions: how often its request had been preempted by then.
+        replayed: its step was a replay of a CUDA graph.
     """
 
     id: int
@@ -69,6 +72,7 @@ class Token:
     rows: int
     history: int
     preemptions: int
+    replayed: bool = False
 
 
 @dataclass
@@ -102,7 +106,7 @@ class Result:
         if self.num_cached_tokens:
             return "engine_prefix_hit"
         if index:
-            return "engine_decode"
+            return "engine_decode_graph" if token.replayed else "engine_decode"
         return self.prompt_case()
 
     def prompt_case(self) -> str:
@@ -114,12 +118,16 @@ class Result:
 
 @dataclass(frozen=True)
 class Step:
-    """One step of the scheduler: how many rows and requests it computed of each kind."""
+    """One step of the scheduler: how many rows and requests it computed of each kind.
+
+    `replayed`: a CUDA graph was replayed, and Python did not run the model.
+    """
 
     prefill_rows: int
     prefill_requests: int
     decode_rows: int
     resumed_requests: int
+    replayed: bool = False
 
 
 class Engine:
@@ -172,6 +180,8 @@ class Engine:
         self._model = self.llm.apply_model(lambda model: model)[0]
         self._check_class(model_impl)
         self._watch_scheduler()
+        self._ran = False
+        self._model.register_forward_pre_hook(self._note_forward)
 
     @property
     def model_class(self) -> str:
@@ -260,7 +270,7 @@ class Engine:
             while waiting and (waiting[0][1].arrival <= len(self.steps) or idle):
                 self._add(*waiting.pop(0))
                 idle = False
-            for output in self._engine.step():
+            for output in self._step():
                 if output.finished:
                     yield from self._collect(output)
 
@@ -297,13 +307,9 @@ class Engine:
             ids = list(sample.token_ids)
             for i, (token, entry) in enumerate(zip(ids, sample.logprobs, strict=True)):
                 made = result.tokens[i]
-                result.tokens[i] = Token(
-                    token,
-                    entry[token].logprob,
-                    made.step,
-                    made.rows,
-                    made.history,
-                    made.preemptions,
+                replayed = self.steps[made.step].replayed
+                result.tokens[i] = replace(
+                    made, id=token, logprob=entry[token].logprob, replayed=replayed
                 )
             del result.tokens[len(ids) :]
             yield result
@@ -318,6 +324,17 @@ class Engine:
             return output
 
         self._scheduler.schedule = watched
+
+    def _note_forward(self, *_: Any) -> None:
+        self._ran = True
+
+    def _step(self) -> list[Any]:
+        """One step of the engine, and whether it was a replay."""
+        number, self._ran = len(self.steps), False
+        outputs = self._engine.step()
+        if len(self.steps) > number and not self._ran:
+            self.steps[number] = replace(self.steps[number], replayed=True)
+        return outputs
 
     def _note(self, output: Any) -> None:
         """Notes one step: `output` is the scheduler's decision."""

@@ -4,9 +4,11 @@ import math
 
 import pytest
 
-from isomodels.parity.cases import CASES, MIN_COMPARED, Comparison, Tally
+from isomodels.parity.cases import MIN_COMPARED, Comparison, Tally, cases_of
 from isomodels.parity.run import PHASES, Report
 from isomodels.vllm.engine import Result, Token
+
+CASES = cases_of("cpu")
 
 
 @pytest.mark.parametrize(
@@ -40,7 +42,7 @@ def _result(**changes: object) -> Result:
 
 
 def test_each_token_counts_for_the_case_it_was_computed_in() -> None:
-    comparison = Comparison()
+    comparison = Comparison(CASES)
     comparison.add_engine([_result()], [[-0.5, -1.0, -2.0, -3.0, -4.0]])
     counted = {case: tally.compared for case, tally in comparison.tallies.items() if tally.compared}
     assert counted == {"engine_prefill": 3, "engine_decode": 1, "engine_resume": 1}
@@ -48,17 +50,17 @@ def test_each_token_counts_for_the_case_it_was_computed_in() -> None:
 
 
 def test_chunks_and_cached_tokens_name_the_case() -> None:
-    comparison = Comparison()
+    comparison = Comparison(CASES)
     comparison.add_engine([_result(chunks=[(0, 2), (2, 3)])], [[-0.5, -1.0, -2.0, -3.0, -4.0]])
     assert comparison.tallies["engine_chunked_prefill"].compared == 3
     hit = _result(prompt_logprobs=None, num_cached_tokens=2)
-    comparison = Comparison()
+    comparison = Comparison(CASES)
     comparison.add_engine([hit], [[-0.5, -1.0, -2.0, -3.0, -4.0]])
     assert comparison.tallies["engine_prefix_hit"].compared == 2
 
 
 def test_the_first_difference_is_kept_with_its_place() -> None:
-    comparison = Comparison()
+    comparison = Comparison(CASES)
     comparison.add_engine([_result()], [[-0.5, -1.5, -2.0, -3.5, -4.0]])
     assert comparison.first is not None
     assert (comparison.first.case, comparison.first.position) == ("engine_prefill", 2)
@@ -68,7 +70,7 @@ def test_the_first_difference_is_kept_with_its_place() -> None:
 def _clean_report() -> Report:
     report = Report("A", "path", "float32", "cpu", 0, {}, changed_by_update=1)
     for phase in PHASES:
-        report.phases[phase] = Comparison()
+        report.phases[phase] = Comparison(CASES)
         for case in CASES:
             report.phases[phase].tallies[case].compared = MIN_COMPARED
         report.counters[phase] = {"preemptions": 1, "cached_tokens": 1}

@@ -10,11 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from isomodels.parity.cases import CASES
+from isomodels.parity.cases import cases_of
 from isomodels.parity.checkpoints import random_checkpoint
 from isomodels.parity.run import run_parity
 
 ISOMODELS = Path(sys.executable).with_name("isomodels")
+
+CASES = cases_of("cpu")
 
 
 def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
