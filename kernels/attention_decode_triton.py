@@ -5,6 +5,8 @@ many, with the query heads of one kv head packed into the rows of a tile; their 
 ascending order. Longer runs of new tokens go to the tile kernel of `attention_triton`.
 """
 
+# mypy: disable-error-code="no-untyped-def"
+
 import torch
 import triton
 import triton.language as tl

@@ -10,6 +10,8 @@ Mathematics: Dao et al., FlashAttention (2022); merging of partial softmaxes, Ra
 (2021).
 """
 
+# mypy: disable-error-code="no-untyped-def"
+
 from typing import Any
 
 import torch

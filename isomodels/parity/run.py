@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from isomodels.config import read_config
-from isomodels.errors import UnsupportedError
+from isomodels.errors import HostError, UnsupportedError
 from isomodels.parity.cases import (
     MIN_COMPARED,
     Comparison,
@@ -60,6 +60,7 @@ class Report:
     losses: list[float] = field(default_factory=list)
     place: Place | None = None
     stock: StockDifference | None = None
+    stock_fault: str | None = None
 
     @property
     def cases(self) -> tuple[str, ...]:
@@ -90,6 +91,8 @@ class Report:
                     found.append(f"{phase}: the engine counted no {name.replace('_', ' ')}")
         if not self.changed_by_update:
             found.append("the optimizer steps changed no logprob")
+        if self.stock_fault:
+            found.append(self.stock_fault)
         return found
 
 
@@ -156,7 +159,9 @@ def run_parity(
 
         stock = stack.enter_context(Remote("stock", "isomodels.parity.stock:Stock"))
         stock.result()
-        stock.submit("compare", str(checkpoint), config.dtype, _spread(sequences, _STOCK_SEQUENCES))
+        stock.submit(
+            "compare", str(checkpoint), config.dtype, device, _spread(sequences, _STOCK_SEQUENCES)
+        )
 
         say(f"{_OPTIMIZER_STEPS} optimizer steps, then the weights go to the live engine")
         trained = _spread(sequences, _TRAINED_SEQUENCES)
@@ -170,7 +175,10 @@ def run_parity(
         _phase(report, PHASES[1], engine, trainer, source, say)
 
         say("stock vLLM against stock transformers, for comparison")
-        report.stock = stock.result()
+        try:
+            report.stock = stock.result()
+        except HostError as error:  # all that was compared is still reported
+            report.stock_fault = f"the stock comparison failed: {error}"
     return report
 
 
@@ -192,7 +200,7 @@ def _phase(
 ) -> tuple[list[tuple[int, ...]], list[list[float]]]:
     """All rounds on the current weights; the sequences and the trainer's logprobs of them."""
     results, steps = [], []
-    for number, one in enumerate(rounds(source)):
+    for number, one in enumerate(rounds(source, report.device)):
         say(f"{phase.replace('_', ' ')}: {one.aim}")
         made, log = engine.call("run", one.requests, report.seed + number)
         results.append(made)

@@ -40,7 +40,7 @@ class Stock:
             model_impl="vllm",
             max_model_len=MAX_MODEL_LEN,
             skip_tokenizer_init=True,
-            **DEVICE_LIMITS[device],
+            **{**DEVICE_LIMITS[device], "enforce_eager": True},
         ) as engine:
             longest = MAX_MODEL_LEN - 1  # vLLM samples at least one token more
             requests = [Request(s[:longest], prompt_logprobs=True) for s in sequences]

@@ -79,8 +79,8 @@ def _documentation_ids(checkpoint: Path) -> list[int]:
     return ids if len(set(ids)) > 100 else []
 
 
-def rounds(source: PromptSource) -> list[Round]:
-    """Three runs of the engine; arrivals are spread so that steps mix prefill and decode."""
+def rounds(source: PromptSource, device: str) -> list[Round]:
+    """Runs of the engine; arrivals are spread so that steps mix prefill and decode."""
     scored = [
         Request(source.draw(n), max_tokens=24, prompt_logprobs=True, arrival=2 * i)
         for i, n in enumerate((*_SHORT, *_LONG))
@@ -98,8 +98,14 @@ def rounds(source: PromptSource) -> list[Round]:
         for i in range(9)
     ]
     crowded = [Request(source.draw(60 + i), max_tokens=100) for i in range(8)]
-    return [
+    found = [
         Round("prompts scored whole and in chunks", scored),
         Round("a shared prefix from the cache", shared),
         Round("more sequences than pages", crowded),
     ]
+    if device == "cuda":
+        # A step with a prefill in it replays no graph: its other rows are decoded eagerly.
+        decoding = [Request(source.draw(9 + i), max_tokens=55) for i in range(6)]
+        passing = [Request(source.draw(60), max_tokens=1, arrival=3 + i) for i in range(50)]
+        found.append(Round("decode beside prefill, without graphs", decoding + passing))
+    return found

@@ -91,6 +91,11 @@ def _device_refusals(vllm_config: Any) -> tuple[tuple[bool, str], ...]:
             f"the device {current_platform.device_type} was not checked: use vLLM for CPU or CUDA",
         ),
         (
+            current_platform.is_cuda()
+            and tuple(current_platform.get_device_capability()) != (9, 0),
+            "the GPU kernels were checked on Hopper (compute capability 9.0) only",
+        ),
+        (
             bool(vllm_config.use_v2_model_runner),
             "vLLM's V2 model runner was not checked: set VLLM_USE_V2_MODEL_RUNNER=0",
         ),
