@@ -13,7 +13,7 @@ from typing import Any, Literal, Self
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from isomodels.errors import ConfigError
+from isomodels.errors import ConfigError, UnsupportedError
 from isomodels.registry import ArchSpec, get_spec, load_object
 
 # They name files, tokens or training settings: none reaches the arithmetic of a forward.
@@ -53,6 +53,7 @@ class DenseConfig(BaseModel):
     tie_word_embeddings: bool
     dtype: Literal["float32", "bfloat16"]
 
+    attention_bias: bool
     hidden_act: Literal["silu"]
     attention_dropout: float = Field(default=0.0, ge=0, le=0)
     use_sliding_window: Literal[False] = False
@@ -141,20 +142,26 @@ def read_config(source: Path | str | Mapping[str, Any]) -> tuple[ArchSpec, Any]:
         ConfigError: naming each field that is missing, unknown or not implemented.
         UnsupportedError: for an architecture that isomodels does not have.
     """
-    raw = dict(source) if isinstance(source, Mapping) else load_config_dict(Path(source))
+    if isinstance(source, Mapping):
+        raw, where = dict(source), "config.json"
+    else:
+        raw, where = load_config_dict(Path(source)), str(Path(source) / "config.json")
     names = raw.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
-        raise ConfigError(f"config.json: architectures must name one class, got {names!r}")
-    spec = get_spec(names[0])
+        raise ConfigError(f"{where}: architectures must name one class, got {names!r}")
+    try:
+        spec = get_spec(names[0])
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{where}: {error}") from None
     if raw.get("model_type") != spec.model_type:
         raise ConfigError(
-            f"config.json: model_type is {raw.get('model_type')!r}, "
+            f"{where}: model_type is {raw.get('model_type')!r}, "
             f"{spec.architecture} has {spec.model_type!r}"
         )
     try:
         return spec, load_object(spec.config)(**raw)
     except ValidationError as error:
-        raise ConfigError(f"config.json of {spec.architecture}: {_explain(error)}") from None
+        raise ConfigError(f"{where} of {spec.architecture}: {_explain(error)}") from None
 
 
 def _explain(error: ValidationError) -> str:

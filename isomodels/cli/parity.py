@@ -1,7 +1,10 @@
 """`isomodels parity`: is every logprob of the engine, bit for bit, the trainer's?"""
 
 import json
+import signal
+import sys
 import tempfile
+import traceback
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
@@ -9,7 +12,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from isomodels.errors import CheckpointError, UnsupportedError
+from isomodels.errors import CheckpointError, IsoError, UnsupportedError
 
 DEFAULT_ARCH = "Qwen3ForCausalLM"
 
@@ -36,7 +39,7 @@ def parity(
     device: Annotated[
         str, typer.Option(help="cpu or cuda: what vLLM and Megatron run on here.")
     ] = "cpu",
-    seed: Annotated[int, typer.Option(help="Of prompts, sampling and random weights.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of prompts, sampling and random weights.")] = 0,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Also write the report as JSON.")
     ] = None,
@@ -45,17 +48,20 @@ def parity(
     logprob by bit pattern, before and after a weight update.
 
     Exit code: 0 every case was entered and nothing differs; 1 a difference, or a case that was not
-    entered; 2 bad input.
+    entered; 2 bad input; 3 vLLM, Megatron or this command failed.
 
     Example: isomodels parity --arch MiMoForCausalLM --dtype float32
     """
     from isomodels.config import DTYPES
+    from isomodels.parity.remote import ProcessError
     from isomodels.parity.report import as_json, print_report
     from isomodels.parity.run import run_parity
 
     if dtype is not None and dtype not in DTYPES:
         raise UnsupportedError(f"--dtype {dtype}: choose one of {', '.join(DTYPES)}")
     _check_writable(json_file)
+    # Ending by a signal, too, must end the processes below and remove what they left.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     console, progress = Console(), Console(stderr=True)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="isomodels-")))
@@ -67,12 +73,20 @@ def parity(
             if not progress.is_terminal:
                 progress.print(what, highlight=False)
 
-        report = run_parity(chosen, device=device, seed=seed, say=say)
+        try:
+            report = run_parity(chosen, device=device, seed=seed, say=say)
+        except IsoError:
+            raise
+        except Exception as error:  # an uncaught one would exit with 1, "a difference"
+            if not isinstance(error, ProcessError):
+                traceback.print_exc()
+            typer.echo(f"error: {error}", err=True)
+            raise typer.Exit(3) from None
         if checkpoint is not None:
             report.checkpoint = str(checkpoint)
     print_report(report, console)
     if json_file:
-        json_file.write_text(json.dumps(as_json(report), indent=2) + "\n")
+        json_file.write_text(json.dumps(as_json(report), indent=2, allow_nan=False) + "\n")
     if report.faults():
         raise typer.Exit(1)
 

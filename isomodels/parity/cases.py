@@ -1,5 +1,6 @@
 """Counting, for each case, how many logprobs were compared and how many differ in a bit."""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -25,23 +26,33 @@ def cases_of(device: str) -> tuple[str, ...]:
     return (*ENGINE_CASES, *graphs, *TRAINER_CASES)
 
 
+def same_bits(a: float, b: float) -> bool:
+    """Whether two fp32 values have one bit pattern."""
+    return np.float32(a).view(np.int32) == np.float32(b).view(np.int32)
+
+
 @dataclass
 class Tally:
-    """One case: logprobs compared, those with other bits, the largest difference."""
+    """One case: logprobs compared, those with other bits, the largest difference.
+
+    `not_finite` counts logprobs that are NaN or infinite on either side: equal ones prove nothing.
+    """
 
     compared: int = 0
     differ: int = 0
     max_abs: float = 0.0
+    not_finite: int = 0
 
     def add(self, ours: float, reference: float) -> bool:
         """Compare two fp32 values by bit pattern; True if they differ."""
         self.compared += 1
-        a, b = np.float32(ours), np.float32(reference)
-        if a.view(np.int32) == b.view(np.int32):
+        finite = math.isfinite(ours) and math.isfinite(reference)
+        self.not_finite += not finite
+        if same_bits(ours, reference):
             return False
         self.differ += 1
-        distance = abs(float(a) - float(b))
-        self.max_abs = max(self.max_abs, distance) if distance == distance else float("inf")
+        if finite:
+            self.max_abs = max(self.max_abs, abs(ours - reference))
         return True
 
     def merge(self, other: "Tally") -> None:
@@ -49,6 +60,7 @@ class Tally:
         self.compared += other.compared
         self.differ += other.differ
         self.max_abs = max(self.max_abs, other.max_abs)
+        self.not_finite += other.not_finite
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,9 @@ class ParityEngine:
         """Load other weights into the live engine."""
         self.engine.reload(path)
 
-    def trace(self, token_ids: Sequence[int]) -> dict[str, str]:
-        """Hash of every operation's output at the last of `token_ids`, by prefill."""
-        return self.engine.trace(token_ids)
+    def trace(self, token_ids: Sequence[int], decode: bool) -> dict[str, str]:
+        """Hash of every operation's output at the last of `token_ids`, by prefill or by decode."""
+        return self.engine.trace(token_ids, decode=decode)
 
     def close(self) -> None:
         """Stop the engine."""

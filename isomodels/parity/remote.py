@@ -15,8 +15,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from isomodels.errors import HostError, IsoError
+from isomodels.errors import IsoError
 from isomodels.registry import load_object
+
+
+class ProcessError(RuntimeError):
+    """A process that failed for no fault of the input."""
 
 
 class Remote:
@@ -28,8 +32,8 @@ class Remote:
         kwargs: picklable arguments.
 
     `result` gives the next outstanding value: first that of the start (None), then one for each
-    `submit`. It raises an `IsoError` as raised there, and a `HostError` for any other failure,
-    with the end of the process's output.
+    `submit`. It raises an `IsoError` as raised there, and a `ProcessError` for any other failure,
+    which names the process's log.
     """
 
     def __init__(self, name: str, factory: str, **kwargs: Any):
@@ -45,6 +49,7 @@ class Remote:
         self._process.start()
         theirs.close()
         # Read all the time: a process that waits to send does not go on to its next method.
+        self._named_log = False
         self._answers: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         threading.Thread(target=self._read, daemon=True).start()
 
@@ -56,17 +61,18 @@ class Remote:
     def result(self) -> Any:
         """Wait for the next outstanding value."""
         kind, value = self._answers.get()
+        self._named_log = self._named_log or kind in ("end", "error")
         if kind == "end":
             self._answers.put((kind, value))
             self._process.join()
-            raise HostError(
-                f"the {self.name} process ended (exit code {self._process.exitcode}):\n"
-                f"{self._tail()}"
+            code, last = self._process.exitcode, self._last_line()
+            raise ProcessError(
+                f"the {self.name} process ended (exit code {code}): {last}\n(log: {self.log})"
             )
         if kind == "iso":
             raise value
         if kind == "error":
-            raise HostError(f"the {self.name} process failed: {value}\n(log: {self.log})")
+            raise ProcessError(f"the {self.name} process failed: {value}\n(log: {self.log})")
         return value
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -80,19 +86,21 @@ class Remote:
                 self._answers.put(self._pipe.recv())
         self._answers.put(("end", None))
 
-    def _tail(self) -> str:
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-15:])
+    def _last_line(self) -> str:
+        lines = self.log.read_text(errors="replace").split("\n")
+        return next((line for line in reversed(lines) if line.strip()), "")
 
     def close(self) -> None:
-        """End the process; its log goes with it unless the process failed."""
+        """End the process; its log goes with it unless a `ProcessError` names it."""
         if self._process.is_alive():
             with contextlib.suppress(OSError):
                 self._pipe.send(None)
-                self._process.join(20)
+            self._process.join(20)
+        for end in (self._process.terminate, self._process.kill):
             if self._process.is_alive():
-                self._process.terminate()
-                self._process.join()
-        if self._process.exitcode == 0:
+                end()
+                self._process.join(5)
+        if not self._named_log:
             self.log.unlink(missing_ok=True)
 
     def __enter__(self) -> "Remote":

@@ -1,5 +1,6 @@
 """A parity report as a table for people and as JSON for machines."""
 
+import math
 from dataclasses import asdict
 from typing import Any
 
@@ -30,13 +31,23 @@ def as_json(report: Report) -> dict[str, Any]:
             for phase in PHASES
         },
         "update": {
-            "losses": report.losses,
+            "losses": [loss if math.isfinite(loss) else str(loss) for loss in report.losses],
             "logprobs_changed": report.changed_by_update,
         },
-        "first_difference": asdict(report.place) if report.place else None,
+        "first_difference": _place(report),
         "stock": asdict(report.stock) if report.stock else None,
         "faults": report.faults(),
     }
+
+
+def _place(report: Report) -> dict[str, Any] | None:
+    if report.place is None:
+        return None
+    place = asdict(report.place)
+    for side in ("ours", "reference"):  # JSON has no NaN
+        value = place["difference"][side]
+        place["difference"][side] = value if math.isfinite(value) else str(value)
+    return place
 
 
 def print_report(report: Report, console: Console) -> None:
@@ -77,7 +88,14 @@ def _table(report: Report) -> Table:
         table.add_row(*_row(case, [report.phases[p].tallies[case] for p in PHASES]))
         total.merge(report.total(case))
     table.add_section()
-    table.add_row("all", "", "", f"{total.compared:,}", _count(total.differ), f"{total.max_abs:g}")
+    table.add_row(
+        "both phases, all",
+        "",
+        "",
+        f"{total.compared:,}",
+        _count(total.differ),
+        f"{total.max_abs:g}",
+    )
     return table
 
 
@@ -108,7 +126,7 @@ def _print_verdict(report: Report, console: Console) -> None:
         console.print(
             f"First operation that differs: [bold]{report.place.operation}[/bold]."
             if report.place.operation
-            else "A prefill of the same tokens agrees in every operation.",
+            else "A prefill and a decode of these tokens agree with the trainer everywhere.",
             highlight=False,
         )
     for fault in faults:

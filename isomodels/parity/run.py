@@ -1,5 +1,6 @@
 """One parity run: engine and trainer on one checkpoint, before and after a weight update."""
 
+import math
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -11,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from isomodels.config import read_config
-from isomodels.errors import HostError, UnsupportedError
+from isomodels.errors import UnsupportedError
 from isomodels.parity.cases import (
     MIN_COMPARED,
     Comparison,
@@ -19,11 +20,12 @@ from isomodels.parity.cases import (
     Tally,
     cases_of,
     counters,
+    same_bits,
     sequence,
 )
-from isomodels.parity.remote import Remote
+from isomodels.parity.remote import ProcessError, Remote
 from isomodels.parity.stock import StockDifference
-from isomodels.parity.workload import PromptSource, rounds
+from isomodels.parity.workload import MAX_MODEL_LEN, PromptSource, rounds
 
 PHASES = ("before_update", "after_update")
 _OPTIMIZER_STEPS = 2
@@ -41,7 +43,7 @@ class Place:
 
     phase: str
     difference: Difference
-    operation: str | None  # None: a prefill of the same tokens agrees everywhere
+    operation: str | None  # None: prefill and decode of the same tokens agree everywhere
 
 
 @dataclass
@@ -82,6 +84,8 @@ class Report:
                 tally = self.phases[phase].tallies[case]
                 if tally.differ:
                     found.append(f"{case} {phase}: {tally.differ} of {tally.compared} differ")
+                if tally.not_finite:
+                    found.append(f"{case} {phase}: {tally.not_finite} logprobs are not finite")
                 if tally.compared < MIN_COMPARED:
                     found.append(
                         f"{case} {phase}: {tally.compared} compared, {MIN_COMPARED} are needed"
@@ -89,6 +93,8 @@ class Report:
             for name, count in self.counters[phase].items():
                 if not count:
                     found.append(f"{phase}: the engine counted no {name.replace('_', ' ')}")
+        if not all(map(math.isfinite, self.losses)):
+            found.append(f"the losses are not finite: {self.losses}")
         if not self.changed_by_update:
             found.append("the optimizer steps changed no logprob")
         if self.stock_fault:
@@ -121,6 +127,11 @@ def run_parity(
     """
     check_device(device)
     spec, config = read_config(checkpoint)
+    if config.max_position_embeddings < MAX_MODEL_LEN:
+        raise UnsupportedError(
+            f"{checkpoint}: parity needs max_position_embeddings of at least {MAX_MODEL_LEN}, "
+            f"it is {config.max_position_embeddings}"
+        )
     report = Report(
         architecture=spec.architecture,
         checkpoint=str(checkpoint),
@@ -170,14 +181,14 @@ def run_parity(
         trainer.call("save", str(updated))
         again = trainer.call("score", sequences)
         old_and_new = zip(_flat(forward), _flat(again), strict=True)
-        report.changed_by_update = sum(old != new for old, new in old_and_new)
+        report.changed_by_update = sum(not same_bits(old, new) for old, new in old_and_new)
         engine.call("reload", str(updated))
         _phase(report, PHASES[1], engine, trainer, source, say)
 
         say("stock vLLM against stock transformers, for comparison")
         try:
             report.stock = stock.result()
-        except HostError as error:  # all that was compared is still reported
+        except ProcessError as error:  # all that was compared is still reported
             report.stock_fault = f"the stock comparison failed: {error}"
     return report
 
@@ -229,11 +240,13 @@ def _phase(
 
 
 def _locate(phase: str, difference: Difference, engine: Remote, trainer: Remote) -> Place:
+    """The first operation whose output differs at the token, by prefill and then by decode."""
     history = difference.token_ids[: difference.position]  # the token itself is only a target
-    ours, theirs = engine.call("trace", history), trainer.call("trace", history)
-    for name, value in ours.items():
-        if theirs.get(name) != value:
-            return Place(phase, difference, name)
+    theirs = trainer.call("trace", history)
+    for decode in (False, True) if len(history) > 1 else (False,):
+        for name, value in engine.call("trace", history, decode).items():
+            if theirs.get(name) != value:
+                return Place(phase, difference, name)
     return Place(phase, difference, None)
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from isomodels.errors import CheckpointError
 from isomodels.vllm.engine import Request
 
 BLOCK_SIZE = 16
@@ -50,7 +51,7 @@ class PromptSource:
     def __init__(self, checkpoint: Path, vocab_size: int, seed: int):
         self.random = random.Random(seed)
         self.vocab_size = vocab_size
-        self.text = _documentation_ids(checkpoint)
+        self.text = _documentation_ids(checkpoint, vocab_size)
 
     def draw(self, length: int) -> list[int]:
         """`length` token ids."""
@@ -60,7 +61,7 @@ class PromptSource:
         return [self.random.randrange(self.vocab_size) for _ in range(length)]
 
 
-def _documentation_ids(checkpoint: Path) -> list[int]:
+def _documentation_ids(checkpoint: Path, vocab_size: int) -> list[int]:
     if not (checkpoint / "tokenizer.json").exists():
         return []
     import argparse
@@ -73,8 +74,15 @@ def _documentation_ids(checkpoint: Path) -> list[int]:
 
     modules = (argparse, asyncio, collections, inspect, pathlib, random, string)
     text = "\n\n".join(inspect.getdoc(value) or "" for m in modules for value in vars(m).values())
-    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    try:
+        tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    except Exception as error:  # the library raises nothing more special
+        raise CheckpointError(f"{checkpoint / 'tokenizer.json'} cannot be read: {error}") from None
     ids = tokenizer.encode(text, add_special_tokens=False).ids
+    if max(ids, default=0) >= vocab_size:
+        raise CheckpointError(
+            f"{checkpoint / 'tokenizer.json'} gives token {max(ids)}, the model has {vocab_size}"
+        )
     # A tokenizer without words for this text would give one token again and again.
     return ids if len(set(ids)) > 100 else []
 

@@ -18,7 +18,7 @@ CASES = cases_of("cpu")
         (-0.0, 0.0, True),  # equal as numbers, not as bits
         (-1.0, math.nextafter(-1.0, 0.0), False),  # the same fp32 value
         (-1.0, -1.0 + 2**-24, True),  # one unit in the last place of fp32
-        (math.nan, math.nan, False),
+        (math.nan, math.nan, False),  # counted as not finite
         (-math.inf, -1.0, True),
     ],
 )
@@ -26,6 +26,19 @@ def test_tally_compares_bit_patterns(ours: float, reference: float, differ: bool
     tally = Tally()
     assert tally.add(ours, reference) is differ
     assert (tally.compared, tally.differ) == (1, int(differ))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_equal_logprobs_that_are_not_finite_prove_nothing(value: float) -> None:
+    report = _clean_report()
+    report.phases["before_update"].tallies["engine_decode"].add(value, value)
+    assert report.faults() == ["engine_decode before_update: 1 logprobs are not finite"]
+
+
+def test_losses_that_are_not_finite_are_a_fault() -> None:
+    report = _clean_report()
+    report.losses = [1.0, math.nan]
+    assert report.faults() == ["the losses are not finite: [1.0, nan]"]
 
 
 def test_tally_keeps_the_largest_difference() -> None:

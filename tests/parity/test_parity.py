@@ -89,6 +89,33 @@ def test_bad_input_is_one_sentence_and_exit_code_2(
         assert word in done.stderr
 
 
+def _config_of(folder: Path, **changes: object) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def test_damaged_checkpoints_are_bad_input(tmp_path: Path) -> None:
+    sound = random_checkpoint(tmp_path / "sound", "Qwen3ForCausalLM", "float32", seed=0)
+
+    def refused(name: str) -> str:
+        done = _run("--checkpoint", str(tmp_path / name), "--json", str(tmp_path / "report.json"))
+        assert done.returncode == 2
+        assert "Traceback" not in done.stderr
+        assert len(done.stderr.strip().splitlines()) <= 3  # with the line that says what goes on
+        assert not (tmp_path / "report.json").exists()
+        return done.stderr
+
+    for name in ("truncated", "tokenizer", "short"):
+        shutil.copytree(sound, tmp_path / name)
+    weights = tmp_path / "truncated" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    (tmp_path / "tokenizer" / "tokenizer.json").write_text("{}")
+    _config_of(tmp_path / "short", max_position_embeddings=256)
+    assert "model.safetensors" in refused("truncated")
+    assert "tokenizer.json" in refused("tokenizer")
+    assert "max_position_embeddings" in refused("short")
+
+
 def test_a_checkpoint_of_another_architecture_than_asked_is_refused(tmp_path: Path) -> None:
     random_checkpoint(tmp_path / "c", "MiMoForCausalLM", "float32", seed=0)
     done = _run("--checkpoint", str(tmp_path / "c"), "--arch", "Qwen3ForCausalLM")

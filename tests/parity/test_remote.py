@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from isomodels.errors import CheckpointError, HostError
-from isomodels.parity.remote import Remote
+from isomodels.errors import CheckpointError
+from isomodels.parity.remote import ProcessError, Remote
 
 
 class Target:
@@ -58,6 +58,7 @@ def test_our_errors_arrive_as_they_are() -> None:
         pytest.raises(CheckpointError, match="start"),
     ):
         remote.result()
+    assert not remote.log.exists()
 
 
 @pytest.fixture
@@ -74,13 +75,13 @@ def test_our_error_is_found_below_a_host_error(remote: Remote) -> None:
 
 
 def test_other_errors_name_the_log(remote: Remote) -> None:
-    with pytest.raises(HostError, match=r"KeyError.*\n.*log"):
+    with pytest.raises(ProcessError, match=r"KeyError.*\n.*log"):
         remote.call("fail")
     assert "lost" in remote.log.read_text()
 
 
 def test_a_dead_process_is_an_error_with_its_last_words(remote: Remote) -> None:
-    with pytest.raises(HostError, match=r"(?s)exit code 7.*last words"):
+    with pytest.raises(ProcessError, match=r"exit code 7.*last words"):
         remote.call("die")
-    with pytest.raises(HostError, match="exit code 7"):
+    with pytest.raises(ProcessError, match="exit code 7"):
         remote.call("add", 1)
