@@ -20,13 +20,21 @@ _ALIGNMENT = 64  # bytes; what torch's CPU allocator gives, and what the BLAS pa
 _set_num_threads = torch._C.set_num_threads
 
 
+_SUBNORMAL = torch.tensor(1e-40, dtype=torch.float32, device="cpu")
+
+
 @contextmanager
 def one_thread() -> Iterator[None]:
     """Run on one thread: with more, BLAS may cut K among them.
 
     Raises:
-        RuntimeError: if fp32 products were set to a lower precision, which changes every bit.
+        RuntimeError: if fp32 products were set to a lower precision, or subnormal numbers to zero:
+            a host that does so has other bits than one that does not.
     """
+    if not (_SUBNORMAL * 1.0).item():
+        raise RuntimeError(
+            "isomodels needs subnormal numbers: call torch.set_flush_denormal(False)"
+        )
     if torch.get_float32_matmul_precision() != "highest":
         raise RuntimeError(
             'isomodels needs full fp32 products: call torch.set_float32_matmul_precision("highest")'

@@ -186,3 +186,14 @@ def test_operators_under_ahead_of_time_dispatch(name):
     }
     operator, arguments = args[name]
     torch.library.opcheck(operator, arguments, test_utils="test_aot_dispatch_dynamic")
+
+
+def test_numbers_flushed_to_zero_are_refused():
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor cannot flush subnormal numbers to zero")
+    try:
+        with pytest.raises(RuntimeError, match="subnormal"):
+            swiglu(torch.ones(1, 2))
+    finally:
+        torch.set_flush_denormal(False)
+    assert swiglu(torch.ones(1, 2)).shape == (1, 1)
