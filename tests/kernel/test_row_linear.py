@@ -20,7 +20,7 @@ from tests.kernel.battery import (
     unit_error,
 )
 
-# Short and odd leaves, one like MiMo's (1376 long), then of whole tiles.
+# Short and odd leaves, then leaves of whole tiles.
 SIZES = [(8, 64), (24, 65), (136, 100), (1376, 72), (2048, 33)]
 
 
