@@ -41,6 +41,7 @@ class Request:
         prompt_logprobs: ask for the logprobs of the prompt. vLLM then reads no cached prefix.
         n: samples of this prompt.
         arrival: step of the run at which the request is handed in.
+        allowed_token_ids: the only tokens that may be sampled; None: all.
     """
 
     prompt: Sequence[int]
@@ -50,6 +51,7 @@ class Request:
     prompt_logprobs: bool = False
     n: int = 1
     arrival: int = 0
+    allowed_token_ids: Sequence[int] | None = None
 
 
 @dataclass(frozen=True)
@@ -211,21 +213,43 @@ class Engine:
             raise
         return sorted(results, key=lambda result: (result.request, result.sample))
 
-    def trace(self, token_ids: Sequence[int]) -> dict[str, str]:
-        """Hash of what each operation gives for the last of `token_ids`, by prefill.
+    def trace(self, token_ids: Sequence[int], decode: bool = False) -> dict[str, str]:
+        """Hash of what each operation gives for the last of `token_ids`.
+
+        Args:
+            token_ids: history and token.
+            decode: compute the last token by a decode step after a prefill of the others; by
+                default all are prefilled.
 
         Returns:
             See `isomodels.trace.trace_rows`; the names are those of the module.
+
+        Raises:
+            ValueError: `decode` and fewer than two tokens.
+            HostError: `decode` and a CUDA graph was replayed: Python hooks do not run then. Start
+                the engine with `enforce_eager=True`, its default here.
         """
+        request = Request(tuple(token_ids), temperature=0.0)
+        if decode:
+            if len(token_ids) < 2:
+                raise ValueError("a decode needs a token before it: give two token ids or more")
+            # The first sample can only be the last token; the step after it decodes that token.
+            *prompt, last = token_ids
+            request = replace(request, prompt=prompt, max_tokens=2, allowed_token_ids=[last])
         core = self._model.core
         with trace_rows(core, -1) as hashes:
-            # Of a prompt in chunks only the last one holds the row.
+            # Only the last step holds the row, be it a prompt's last chunk or the decode.
             handle = core.register_forward_pre_hook(lambda *_: hashes.clear())
             try:
                 self.llm.reset_prefix_cache()
-                self.run([Request(tuple(token_ids), max_tokens=1, temperature=0.0)])
+                self.run([request])
             finally:
                 handle.remove()
+        if self.steps[-1].replayed:
+            raise HostError(
+                "the decode step was a replay of a CUDA graph, which Python cannot trace: "
+                "start the engine with enforce_eager=True"
+            )
         return hashes
 
     def reload(self, path: Path | str) -> None:
@@ -283,6 +307,7 @@ class Engine:
             temperature=request.temperature,
             top_p=request.top_p,
             n=request.n,
+            allowed_token_ids=request.allowed_token_ids and list(request.allowed_token_ids),
             logprobs=0,
             prompt_logprobs=0 if request.prompt_logprobs else None,
             ignore_eos=True,

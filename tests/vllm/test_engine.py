@@ -1,10 +1,13 @@
 """Every case of the engine gives the bits of one packed forward. Rows: field reports by number."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from isomodels.errors import HostError
+from isomodels.trace import trace_rows
 from isomodels.vllm import Engine, Request
 from tests.checkpoints import make_mimo, make_qwen3
 from tests.vllm.support import assert_equal_bits, bits, draw, load_core
@@ -250,6 +253,62 @@ def test_trace_names_every_operation(pair):
     changed = engine.trace([*prompt[:-1], (prompt[-1] + 1) % 500])
     assert changed["lm_head"] != trace["lm_head"]
     assert engine.trace(prompt) == trace
+
+
+def test_trace_of_a_decode_step(pair):
+    """A sane engine and the module itself give one trace, in one order."""
+    engine, core = pair
+    for length in (2, 17, 100):
+        prompt = draw(length, length)
+        decoded = engine.trace(prompt, decode=True)
+        assert [(s.prefill_rows, s.decode_rows) for s in engine.steps][-1] == (0, 1)
+        with trace_rows(core, -1) as own:
+            core.logprobs(_hidden(core, prompt))
+        assert list(decoded.items()) == list(own.items()) == list(engine.trace(prompt).items())
+    assert decoded != engine.trace([*prompt[:-1], (prompt[-1] + 1) % 500], decode=True)
+
+
+def test_trace_finds_a_fault_of_decode_steps(pair, monkeypatch):
+    from isomodels.layers import attention
+
+    def faulty(q, kv_cache, block_table, cu_seqlens_q, seq_lens, scale, max_q, max_k):
+        out = sane(q, kv_cache, block_table, cu_seqlens_q, seq_lens, scale, max_q, max_k)
+        ulp = torch.int32 if out.dtype == torch.float32 else torch.int16
+        return (out.view(ulp) + 1).view(out.dtype) if max_q == 1 else out
+
+    engine, _ = pair
+    prompt, sane = draw(100, 9), attention.paged_attention
+    expected = engine.trace(prompt)
+    monkeypatch.setattr(attention, "paged_attention", faulty)
+    assert engine.trace(prompt) == expected
+    decoded = engine.trace(prompt, decode=True)
+    first = next(name for name in decoded if decoded[name] != expected[name])
+    assert first == "model.layers.0.self_attn.attn"
+
+
+def test_trace_of_a_decode_refuses_what_it_cannot_see(pair, monkeypatch):
+    engine, _ = pair
+    with pytest.raises(ValueError, match="two token ids"):
+        engine.trace([7], decode=True)
+    step = engine._step
+
+    def replayed():
+        outputs = step()
+        engine.steps[-1] = replace(engine.steps[-1], replayed=not engine.steps[-1].prefill_rows)
+        return outputs
+
+    monkeypatch.setattr(engine, "_step", replayed)
+    assert engine.trace([7, 8])
+    with pytest.raises(HostError, match="enforce_eager=True"):
+        engine.trace([7, 8], decode=True)
+
+
+def test_allowed_token_ids(pair):
+    engine, core = pair
+    request = Request(draw(20, 3), max_tokens=6, allowed_token_ids=[11, 300])
+    results = fresh(engine).run([request], seed=0)
+    assert {token.id for token in results[0].tokens} <= {11, 300}
+    assert_equal_bits(core, results)
 
 
 def test_sleep_and_wake(pair):
