@@ -1,13 +1,16 @@
 """The plug-in: our class with the option, vLLM's own without it, a refusal elsewhere."""
 
+import pickle
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
 from isomodels.errors import HostError
-from isomodels.vllm import Engine, Request, versions
+from isomodels.registry import get_spec
+from isomodels.vllm import Engine, Request, plugin, versions
 from tests.checkpoints import make_qwen3
 from tests.vllm.support import assert_equal_bits, draw, load_core
 
@@ -83,17 +86,78 @@ def test_row_77_multimodal_input_is_refused(checkpoint):
         assert_equal_bits(load_core(checkpoint), [result])
 
 
-def test_register_twice():
+def test_register_twice(checkpoint):
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.models.registry import ModelRegistry, _ModelRegistry
 
-    from isomodels.vllm.plugin import register
-
-    register()
+    plugin.register()
     once = _ModelRegistry.resolve_model_cls
-    register()
+    mimo = CONFIG_MAPPING["mimo"]
+    plugin.register()
     assert _ModelRegistry.resolve_model_cls is once
     assert not hasattr(once.__wrapped__, "__wrapped__")
-    assert ModelRegistry.is_text_generation_model
+    assert CONFIG_MAPPING["mimo"] is mimo
+    for model_impl, prefix in (("auto", ""), ("isomodels", "IsoModels")):
+        config = EngineArgs(
+            model=str(checkpoint), dtype="float32", max_model_len=64, model_impl=model_impl
+        ).create_model_config()
+        info, name = ModelRegistry.inspect_model_cls(["Qwen3ForCausalLM"], config)
+        assert name == prefix + "Qwen3ForCausalLM"
+        assert info.is_text_generation_model
+
+
+@pytest.fixture
+def new_architecture(monkeypatch):
+    """A spec of a `model_type` that transformers does not know."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    spec = replace(
+        get_spec("MiMoForCausalLM"),
+        architecture="BrandNewForCausalLM",
+        model_type="brand_new",
+        transformers="Qwen3ForCausalLM",
+    )
+    monkeypatch.setattr(plugin, "architectures", lambda: {spec.architecture: spec})
+    yield spec
+    CONFIG_MAPPING._extra_content.pop(spec.model_type, None)
+
+
+def test_a_new_architecture_needs_its_spec_alone(new_architecture):
+    from transformers import AutoConfig, Qwen3Config
+
+    with pytest.raises(ValueError, match="brand_new"):
+        AutoConfig.for_model("brand_new")
+    plugin.register()
+    plugin.register()
+    config = AutoConfig.for_model("brand_new", hidden_size=48)
+    assert isinstance(config, Qwen3Config)
+    assert (type(config).__name__, config.model_type) == ("BrandNewConfig", "brand_new")
+    assert config.hidden_size == 48
+    assert type(pickle.loads(pickle.dumps(config))) is type(config)
+
+
+def test_transformers_keeps_the_types_it_knows():
+    from transformers import AutoConfig, Qwen3Config
+
+    plugin.register()
+    assert type(AutoConfig.for_model("qwen3")) is Qwen3Config
+
+
+def test_config_reaches_a_process_before_the_plugin():
+    """vLLM starts its engine with a pickled config where it does not fork."""
+    from transformers import AutoConfig
+
+    plugin.register()
+    pickled = pickle.dumps(AutoConfig.for_model("mimo", hidden_size=48))
+    code = (
+        "import pickle, sys; config = pickle.load(sys.stdin.buffer);"
+        "from isomodels.vllm import plugin; plugin.register();"
+        "from transformers import AutoConfig;"
+        "assert type(AutoConfig.for_model('mimo')) is type(config);"
+        "sys.exit((config.model_type, config.hidden_size) != ('mimo', 48))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], input=pickled, check=False).returncode == 0
 
 
 @pytest.fixture
@@ -120,9 +184,10 @@ def test_no_vllm(monkeypatch):
 
 
 def test_import_is_cheap():
-    """The package, its plug-in and its version check import neither vLLM nor torch's compiler."""
+    """The package, its plug-in and its version check import neither vLLM nor what it builds on."""
     code = (
         "import sys, isomodels, isomodels.vllm, isomodels.vllm.plugin, isomodels.vllm.versions;"
-        "sys.exit('vllm' in sys.modules)"
+        "print(*{'vllm', 'torch', 'transformers'} & set(sys.modules))"
     )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+    assert loaded.stdout.split() == []
