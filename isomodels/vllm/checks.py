@@ -9,7 +9,7 @@ from typing import Any
 
 from isomodels.config import read_config
 from isomodels.errors import UnsupportedError
-from isomodels.registry import ArchSpec, load_object
+from isomodels.registry import ArchSpec
 
 # What each mode becomes inside vLLM; see `IsoModelsForCausalLM.compute_logits`.
 _LOGPROBS_MODES = {"raw_logprobs": "raw_logits", "processed_logprobs": "processed_logits"}
@@ -238,18 +238,16 @@ def _refuse_mismatch(vllm_config: Any, config: Any) -> None:
 
 
 def check_files(path: Path) -> None:
-    """Checks a checkpoint folder by its headers: every tensor there, none left over.
+    """Checks a checkpoint folder by config and headers: every tensor there, none left over.
 
     Raises:
         ConfigError, UnsupportedError: config.json is not one isomodels can run.
-        CheckpointError: the weights are damaged, pickled, or do not fit config.json.
+        CheckpointError: there is no folder, or its weights are damaged, pickled, or do not fit
+            config.json.
     """
-    from isomodels.weights_conv.files import read_tensors
-    from isomodels.weights_conv.rules import check_tensors
+    from isomodels.checkpoint import open_checkpoint
 
-    spec, config = read_config(path)
-    rules = load_object(spec.weights)(config)
-    check_tensors(rules, read_tensors(path).meta(), dtype=config.torch_dtype)
+    open_checkpoint(path)
 
 
 def _set_logprobs(vllm_config: Any) -> None:

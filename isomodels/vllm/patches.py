@@ -4,7 +4,8 @@
   `model_impl` it does not know. It has no hook between this option and the class.
 * `EngineCore.collective_rpc`: weights change under a live engine through this call alone, whatever
   the door (`LLM`, HTTP). vLLM keeps the prefix cache and running requests of the old weights;
-  a token's history would then be of two models.
+  a token's history would then be of two models. And an unsound folder is refused here, where
+  nothing has changed yet.
 
 Both act only for `model_impl == "isomodels"`. On a vLLM that was not checked, only the first is
 installed, and it refuses.
@@ -12,6 +13,8 @@ installed, and it refuses.
 
 import functools
 import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from isomodels.vllm.plugin import MODEL_IMPL
@@ -83,12 +86,30 @@ def _patch_engine_core() -> None:
     original = EngineCore.collective_rpc
 
     @functools.wraps(original)
-    def collective_rpc(self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
+    def collective_rpc(
+        self: Any,
+        method: Any,
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
         ours = self.vllm_config.model_config.model_impl == MODEL_IMPL
+        if not ours or method not in _WEIGHT_CHANGES:
+            return original(self, method, timeout, args, kwargs)
+        if method == "reload_weights":
+            _check_reload(args, kwargs or {})
         try:
-            return original(self, method, *args, **kwargs)
+            return original(self, method, timeout, args, kwargs)
         finally:
-            if ours and method in _WEIGHT_CHANGES:
-                self.reset_prefix_cache(reset_running_requests=True)
+            self.reset_prefix_cache(reset_running_requests=True)
 
     EngineCore.collective_rpc = collective_rpc
+
+
+def _check_reload(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Checks the folder given to a worker's `reload_weights(weights_iterator, weights_path)`."""
+    from isomodels.vllm.checks import check_files
+
+    path = args[1] if len(args) > 1 else kwargs.get("weights_path")
+    if path is not None:  # else the weights are read again from where they came
+        check_files(Path(path))

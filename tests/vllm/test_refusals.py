@@ -162,7 +162,19 @@ def test_weights(checkpoint, tmp_path, damage):
     with pytest.raises(CheckpointError) as error:
         configure(path)
     expected = {"bin": "pytorch_model.bin", "truncated": "model.safetensors"}
-    assert expected.get(damage, "k_proj") in str(error.value)
+    message = str(error.value)
+    assert expected.get(damage, "k_proj") in message
+    assert str(path) in message
+    assert "\n" not in message
+
+
+def test_tied_weights_that_differ(tmp_path):
+    path = make_qwen3(tmp_path, tied=True, num_hidden_layers=1)
+    tensors = load_file(path / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=rf"^{path}: the config ties lm_head\.weight"):
+        configure(path)
 
 
 def test_row_70_theta_of_both_config_forms(checkpoint, tmp_path):

@@ -195,6 +195,8 @@ def test_refused_reload_over_http(server, checkpoints, tmp_path):
     path = make_qwen3(tmp_path, torch.bfloat16, tied=True, **{**SIZES, "rope_theta": 5})
     assert reload(client, path) == 500
     assert "config.json differs from the one the engine started with" in log.read_text()
+    assert reload(client, tmp_path / "absent") == 500
+    assert f"CheckpointError: there is no folder {tmp_path / 'absent'}\n" in log.read_text()
     prompt = draw(33, 4)
     answer = complete(client, prompt, temperature=0.0)
     assert_equal_bits(load_core(checkpoints[0]), results_of(answer, prompt))
