@@ -124,9 +124,11 @@ def _print_verdict(report: Report, console: Console) -> None:
             highlight=False,
         )
         console.print(
-            f"First operation that differs: [bold]{report.place.operation}[/bold]."
+            f"First operation that differs: [bold]{report.place.operation}[/bold] "
+            f"({report.place.traced[0]})."
             if report.place.operation
-            else "A prefill and a decode of these tokens agree with the trainer everywhere.",
+            else f"The same tokens traced by {' and '.join(report.place.traced)} agree with the "
+            "trainer in every operation.",
             highlight=False,
         )
     for fault in faults:

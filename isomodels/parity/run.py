@@ -43,7 +43,8 @@ class Place:
 
     phase: str
     difference: Difference
-    operation: str | None  # None: prefill and decode of the same tokens agree everywhere
+    operation: str | None  # None: every operation agreed in all of `traced`
+    traced: tuple[str, ...]
 
 
 @dataclass
@@ -235,19 +236,23 @@ def _phase(
         forward += trained["forward"]
     if comparison.first is not None and report.place is None:
         say("a logprob differs: looking for the first operation")
-        report.place = _locate(phase, comparison.first, engine, trainer)
+        report.place = _locate(phase, comparison.first, engine, trainer, report.device)
     return sequences, forward
 
 
-def _locate(phase: str, difference: Difference, engine: Remote, trainer: Remote) -> Place:
+def _locate(
+    phase: str, difference: Difference, engine: Remote, trainer: Remote, device: str
+) -> Place:
     """The first operation whose output differs at the token, by prefill and then by decode."""
     history = difference.token_ids[: difference.position]  # the token itself is only a target
     theirs = trainer.call("trace", history)
-    for decode in (False, True) if len(history) > 1 else (False,):
-        for name, value in engine.call("trace", history, decode).items():
+    # A decode that replays a graph runs no Python that could look at it.
+    ways = ("prefill", "decode") if device == "cpu" and len(history) > 1 else ("prefill",)
+    for way in ways:
+        for name, value in engine.call("trace", history, way == "decode").items():
             if theirs.get(name) != value:
-                return Place(phase, difference, name)
-    return Place(phase, difference, None)
+                return Place(phase, difference, name, (way,))
+    return Place(phase, difference, None, ways)
 
 
 def _spread(sequences: list[tuple[int, ...]], count: int) -> list[tuple[int, ...]]:
