@@ -58,7 +58,7 @@ def write_checkpoint(
     time is held in memory.
 
     Args:
-        path: the folder; a checkpoint that is there already is replaced.
+        path: the folder; a checkpoint that is there already is replaced, and nothing else is.
         tensors: HF name -> tensor, on any device; may be lazy.
         like: a checkpoint folder. Its config, tokenizer and other small files are copied, and its
             division into files is kept unless `max_shard_size` is given.
@@ -67,8 +67,9 @@ def write_checkpoint(
         progress: called with the number of bytes after each file.
 
     Raises:
-        CheckpointError: the folder cannot be written or is no checkpoint, or `tensors` has other
-            names than `like`. What was at `path` is still there.
+        CheckpointError: the folder cannot be written, is a mount point, or holds something else
+            than a checkpoint; or `tensors` has other names than `like`. What was at `path` is
+            still there.
     """
     path = Path(os.path.realpath(path))
     source = read_tensors(like) if like is not None else None
@@ -87,6 +88,13 @@ def write_checkpoint(
             _sync_tree(partial)
             _replace(partial, path)
     except (OSError, SafetensorError) as error:
+        # Only a rename names `path` itself here; other busy files lie below it or beside it.
+        if (
+            isinstance(error, OSError)
+            and error.errno == errno.EBUSY
+            and str(error.filename) == str(path)
+        ):
+            raise _mount_point(path) from error
         reason = getattr(error, "strerror", None) or error
         raise CheckpointError(f"cannot write {path}: {reason}") from error
 
@@ -94,12 +102,30 @@ def write_checkpoint(
 def _refuse_bad_place(path: Path, source: TensorFiles | None) -> None:
     if path.exists() and not path.is_dir():
         raise CheckpointError(f"{path} is a file: give a folder to write to")
-    if path.is_dir() and any(path.iterdir()) and not (path / "config.json").exists():
-        raise CheckpointError(f"{path} exists and is no checkpoint: give a new folder")
+    if os.path.ismount(path):
+        raise _mount_point(path)
+    if path.is_dir() and not _may_be_replaced(path):
+        raise CheckpointError(
+            f"{path} exists and is no checkpoint (config.json and safetensors files): "
+            "give a new or an empty folder"
+        )
     if source is not None:
         other = Path(os.path.realpath(source.path))
         if path != other and (path in other.parents or other in path.parents):
             raise CheckpointError(f"{path} and {other} lie one in the other: give another folder")
+
+
+def _may_be_replaced(path: Path) -> bool:
+    names = {entry.name for entry in path.iterdir()}
+    # Many a project has a config.json: weights must lie beside it.
+    weights = INDEX in names or any(name.endswith(".safetensors") for name in names)
+    return not names or ("config.json" in names and weights)
+
+
+def _mount_point(path: Path) -> CheckpointError:
+    return CheckpointError(
+        f"{path} is a mount point, which no folder can replace: give a folder below it"
+    )
 
 
 def _plan(

@@ -21,7 +21,15 @@ from isomodels.errors import CheckpointError
 from isomodels.weights_conv import write
 from isomodels.weights_conv.files import read_tensors, replaced_name
 from isomodels.weights_conv.write import write_checkpoint
-from tests.weights.support import any_bits, as_nobody, in_child, raw, raw_folder, write_folder
+from tests.weights.support import (
+    any_bits,
+    as_nobody,
+    in_child,
+    raw,
+    raw_file,
+    raw_folder,
+    write_folder,
+)
 
 OLD = {"a": any_bits(3, 5), "b": any_bits(7, seed=1), "c": any_bits(2, 2, seed=2)}
 NEW = {name: any_bits(*t.shape, seed=9) for name, t in OLD.items()}
@@ -157,6 +165,71 @@ def test_refuses_a_file_a_foreign_folder_and_a_nested_one(tmp_path: Path) -> Non
         assert "\n" not in str(error.value)
     assert {p.name for p in tmp_path.iterdir()} == {"source", "file", "home"}
     assert raw_folder(source) == expected(OLD)
+
+
+@pytest.mark.parametrize(
+    ("names", "replaced"),
+    [
+        (["config.json"], False),
+        (["config.json", "main.py"], False),
+        (["config.json", "pytorch_model.bin"], False),
+        (["model.safetensors"], False),
+        (["config.json", "model.safetensors"], True),
+        (["config.json", "model.safetensors.index.json"], True),
+    ],
+    ids=str,
+)
+def test_only_a_checkpoint_is_replaced(tmp_path: Path, names: list[str], replaced: bool) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    for name in names:
+        (out / name).write_text("mine")
+    if replaced:
+        write_checkpoint(out, OLD)
+        assert raw_file(out / "model.safetensors") == expected(OLD)
+        return
+    with pytest.raises(CheckpointError, match=r"is no checkpoint .* give a new or an empty folder"):
+        write_checkpoint(out, OLD, files={"config.json": "{}"})
+    assert {p.name: p.read_text() for p in out.iterdir()} == dict.fromkeys(names, "mine")
+    assert left_over(tmp_path) == []
+
+
+MOUNT = "is a mount point, which no folder can replace: give a folder below it"
+
+
+def test_a_mount_point() -> None:
+    with pytest.raises(CheckpointError, match=f"^/proc {MOUNT}$"):
+        write_checkpoint("/proc", OLD)
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+def test_a_mount_that_only_the_rename_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool
+) -> None:
+    """A folder bound to another of the same file system looks like any other."""
+    out = checkpoint(tmp_path / "out")
+
+    def busy(first: object, second: Path) -> None:
+        place = second if exchange else first
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(place))
+
+    monkeypatch.setattr(write, "_exchange", busy if exchange else no_exchange)
+    monkeypatch.setattr(write.os, "rename", busy)
+    with pytest.raises(CheckpointError, match=f"^{out} {MOUNT}$"):
+        write_checkpoint(out, NEW, like=out)
+    assert raw_folder(out) == expected(OLD)
+    assert left_over(tmp_path) == []
+
+
+def test_another_busy_file_is_no_mount_point(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def busy(path: Path) -> None:
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(path / "x"))
+
+    monkeypatch.setattr(write, "_sync_tree", busy)
+    with pytest.raises(CheckpointError, match="busy"):
+        write_checkpoint(tmp_path / "out", OLD)
 
 
 def test_an_empty_folder_is_a_place_to_write(tmp_path: Path) -> None:
