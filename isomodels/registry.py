@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from isomodels.errors import UnsupportedError
+from isomodels.errors import ConfigError, UnsupportedError
 
 FAMILIES = ("dense", "moe", "hybrid")
 
@@ -42,13 +42,29 @@ class ArchSpec:
 
 @cache
 def architectures() -> dict[str, ArchSpec]:
-    """All supported architectures by HF class name."""
-    found = {}
+    """All supported architectures by HF class name.
+
+    Raises:
+        ConfigError: for a folder without a `SPEC`, or two folders of one architecture.
+    """
+    found: dict[str, ArchSpec] = {}
+    homes: dict[str, str] = {}
     for family in FAMILIES:
         package = importlib.import_module(f"isomodels.{family}")
         for module in pkgutil.iter_modules(package.__path__):
-            spec = importlib.import_module(f"isomodels.{family}.{module.name}").SPEC
-            found[spec.architecture] = spec
+            home = f"isomodels/{family}/{module.name}"
+            spec = getattr(importlib.import_module(home.replace("/", ".")), "SPEC", None)
+            if not isinstance(spec, ArchSpec):
+                raise ConfigError(
+                    f"{home} states no architecture: give its __init__.py a SPEC = ArchSpec(...), "
+                    "or move it elsewhere"
+                )
+            if spec.architecture in found:
+                raise ConfigError(
+                    f"{homes[spec.architecture]} and {home} both state {spec.architecture}: "
+                    "correct the SPEC of one, or remove its folder"
+                )
+            found[spec.architecture], homes[spec.architecture] = spec, home
     return found
 
 
@@ -57,6 +73,7 @@ def get_spec(architecture: str) -> ArchSpec:
 
     Raises:
         UnsupportedError: naming the architectures that exist.
+        ConfigError: as `architectures`.
     """
     known = architectures()
     if architecture not in known:
