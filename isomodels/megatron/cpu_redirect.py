@@ -1,8 +1,9 @@
 """Runs Megatron on a machine without a GPU: what asks for a CUDA device gets the CPU.
 
 Megatron's wrappers, schedules and optimizers name CUDA devices, streams and tensor types directly.
-This file redirects the device and nothing else: no arithmetic and no dtype changes. It is for the
-parity command and the tests; a user's trainer never loads it, and it refuses where a GPU exists.
+This file redirects the device and nothing else: no arithmetic and no dtype changes. `Trainer` (and
+with it the parity command) loads it where there is no GPU; `model_provider`, which is all that a
+trainer of another project takes, never does. It refuses where a GPU exists.
 
 Checked on megatron-core 0.16.1, 0.17.1, 0.18.2 and 0.19.2 with torch 2.13.0+cpu and gloo.
 """

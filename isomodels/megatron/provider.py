@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
-from isomodels.checkpoint import load_into
+from isomodels.checkpoint import load_into, open_checkpoint
 from isomodels.config import read_config
 from isomodels.errors import ConfigError, UnsupportedError
 from isomodels.megatron.model import IsoLanguageModel
@@ -180,10 +180,23 @@ def model_provider(
         `provider(pre_process=True, post_process=True, vp_stage=None, config=None,
         pg_collection=None)`; `config` defaults to `transformer_config` of the checkpoint.
 
+        The provider raises ConfigError or UnsupportedError for a `config` that describes another
+        model or asks for what is not implemented, and CheckpointError for a `params_dtype` that
+        the checkpoint does not have, without `cast`.
+
     Raises:
-        ConfigError: for a configuration that cannot be read.
+        ConfigError: for a config.json that cannot be read, or with a field that is missing,
+            unknown or not implemented.
+        UnsupportedError: for an architecture that isomodels does not have.
+        CheckpointError: with `load_weights`, for damaged files, or tensors that do not fit the
+            config.
     """
-    spec, hf_config = read_config(checkpoint)
+    if load_weights:
+        opened = open_checkpoint(checkpoint)
+        spec, hf_config = opened.spec, opened.config
+        del opened  # the provider lives long: keep no file open
+    else:
+        spec, hf_config = read_config(checkpoint)
 
     def provider(
         pre_process: bool = True,

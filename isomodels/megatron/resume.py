@@ -13,14 +13,16 @@ optimizer then cannot be resumed, for three reasons:
 Checked on megatron-core 0.16.1, 0.17.1, 0.18.2 and 0.19.2 with torch 2.13.0+cpu.
 """
 
+import os
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 
-from isomodels.errors import HostError
+from isomodels.errors import CheckpointError, HostError
 
 # fully_sharded_model_space, Megatron's default, raises on save.
 _OPTIMIZER_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable"}
@@ -36,12 +38,13 @@ def save(path: str | Path, model: Any, optimizer: Any, steps: int) -> None:
         steps: number of steps done.
 
     Raises:
+        CheckpointError: if the folder cannot be written.
         HostError: in a script whose work is not under `if __name__ == "__main__"`: Megatron
             starts a helper process, which imports the script again.
     """
     from megatron.core import dist_checkpointing
 
-    Path(path).mkdir(parents=True, exist_ok=True)
+    _make_writable(Path(path))
     dist.barrier()
     state = _sharded_state(model, optimizer, steps, is_loading=False)
     try:
@@ -51,6 +54,19 @@ def save(path: str | Path, model: Any, optimizer: Any, steps: int) -> None:
             "Megatron's helper process could not start: put the work of the script under "
             'if __name__ == "__main__":'
         ) from error
+    except (OSError, CheckpointException) as error:
+        raise CheckpointError(f"cannot write {path}: {_reason(error)}") from error
+
+
+def _make_writable(path: Path) -> None:
+    if path.exists() and not path.is_dir():
+        raise CheckpointError(f"{path} is a file: give a folder to save to")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"cannot write {path}: {error.strerror}") from error
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise CheckpointError(f"cannot write {path}: give a folder that you may write to")
 
 
 def load(path: str | Path, model: Any, optimizer: Any) -> int:
@@ -58,14 +74,31 @@ def load(path: str | Path, model: Any, optimizer: Any) -> int:
 
     Returns:
         The number of steps done.
+
+    Raises:
+        CheckpointError: if the folder holds no training, a damaged one, or another model's.
     """
     from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.core import CheckpointingException
 
     state = _sharded_state(model, optimizer, 0, is_loading=True)
-    loaded = dist_checkpointing.load(state, str(path))
+    try:
+        loaded = dist_checkpointing.load(state, str(path))
+    except (OSError, CheckpointingException, CheckpointException) as error:
+        raise CheckpointError(
+            f"cannot load {path}: {_reason(error)}; give a folder that Trainer.save wrote"
+        ) from error
     model.load_state_dict(loaded["model"])
     optimizer.load_state_dict(loaded["optimizer"])
     return loaded["steps"]
+
+
+def _reason(error: BaseException) -> str:
+    """What went wrong, in one line."""
+    if isinstance(error, CheckpointException):  # its own text is a traceback of every rank
+        error = next(iter(error.failures.values()))[0]
+    lines = str(getattr(error, "strerror", None) or error).splitlines()
+    return lines[0].rstrip(".") if lines else type(error).__name__
 
 
 def _sharded_state(model: Any, optimizer: Any, steps: int, is_loading: bool) -> dict[str, Any]:

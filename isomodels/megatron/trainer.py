@@ -54,8 +54,15 @@ class Trainer:
         cast: allow a checkpoint of another dtype.
         overlap: overlap gradient reduction and parameter gathering with compute.
 
+    Without a GPU, CUDA devices are redirected to the CPU until `close` (see `cpu_redirect`).
+
     Raises:
-        HostError: if another Trainer of this process is still open.
+        HostError: if another Trainer of this process is still open, or megatron-core is missing or
+            of a version that was not checked.
+        ConfigError: for a config.json that cannot be read or asks for what is not implemented.
+        UnsupportedError: for an architecture or a dtype that isomodels does not have.
+        CheckpointError: for damaged files, tensors that do not fit the config, or another dtype
+            than `dtype` without `cast`.
     """
 
     def __init__(
@@ -350,7 +357,11 @@ class Trainer:
     # Checkpoints
 
     def save_hf(self, path: str | Path) -> None:
-        """Writes the weights as a Hugging Face checkpoint like the one that was loaded."""
+        """Writes the weights as a Hugging Face checkpoint like the one that was loaded.
+
+        Raises:
+            CheckpointError: if the folder cannot be written; see `isomodels.checkpoint`.
+        """
         if self.ddp.ddp_config.overlap_param_gather:
             self.ddp.start_param_sync(force_sync=True)
         if dist.get_rank() == 0:
@@ -358,11 +369,20 @@ class Trainer:
         dist.barrier()
 
     def save(self, path: str | Path) -> None:
-        """Saves model and optimizer with `dist_checkpointing`; see `resume.save`."""
+        """Saves model and optimizer with `dist_checkpointing`; see `resume.save`.
+
+        Raises:
+            CheckpointError: if the folder cannot be written.
+            HostError: if Megatron's helper process cannot start.
+        """
         resume.save(path, self.model, self.optimizer, self.steps)
 
     def load(self, path: str | Path) -> None:
-        """Loads what `save` saved; training goes on bit for bit as if never interrupted."""
+        """Loads what `save` saved; training goes on bit for bit as if never interrupted.
+
+        Raises:
+            CheckpointError: if the folder holds no such training, or another model's.
+        """
         self.steps = resume.load(path, self.model, self.optimizer)
 
     def close(self) -> None:

@@ -1,6 +1,7 @@
 """The provider, its configuration, and what it refuses at the start."""
 
 import importlib.metadata
+import shutil
 import subprocess
 import sys
 
@@ -13,7 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 import isomodels.megatron
 from isomodels.config import read_config
-from isomodels.errors import ConfigError, HostError, UnsupportedError
+from isomodels.errors import CheckpointError, ConfigError, HostError, UnsupportedError
 from isomodels.megatron import Trainer, model_provider
 from isomodels.megatron.provider import check_transformer_config, transformer_config
 from tests.megatron.conftest import DTYPES
@@ -100,6 +101,38 @@ def test_another_model_than_the_checkpoint(checkpoint):
         transformer_config(hf_config, num_layers=4)
     with pytest.raises(ConfigError, match="no field tensor_parallel"):
         transformer_config(hf_config, tensor_parallel=1)
+
+
+def test_the_whole_folder_is_checked_at_once(checkpoint, tmp_path):
+    path = tmp_path / "copy"
+    shutil.copytree(checkpoint("qwen3", "fp32"), path)
+    weights = path / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(CheckpointError, match="truncated or damaged"):
+        model_provider(path)
+    weights.unlink()
+    with pytest.raises(CheckpointError, match="has no weights"):
+        model_provider(path)
+    model_provider(path, load_weights=False)  # needs the config alone
+    with pytest.raises(CheckpointError, match="there is no folder"):
+        model_provider(tmp_path / "nothing")
+    with pytest.raises(ConfigError, match=r"has no config\.json"):
+        model_provider(tmp_path, load_weights=False)
+
+
+def test_a_trainer_that_cannot_start_closes_itself(checkpoint, tmp_path):
+    with pytest.raises(ConfigError, match=r"has no config\.json"):
+        Trainer(tmp_path, dtype=torch.float32)
+    with pytest.raises(CheckpointError, match="bfloat16 was asked for"):
+        Trainer(checkpoint("qwen3", "fp32"), dtype=torch.bfloat16)
+    with pytest.raises(UnsupportedError, match="float16"):
+        Trainer(checkpoint("qwen3", "fp32"), dtype=torch.float16)
+    with (
+        Trainer(checkpoint("qwen3", "fp32"), dtype=torch.float32),
+        pytest.raises(HostError, match="close the other Trainer first"),
+    ):
+        Trainer(checkpoint("qwen3", "fp32"), dtype=torch.float32)
 
 
 def test_provider_refuses_pipeline_stages(checkpoint):

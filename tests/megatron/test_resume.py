@@ -11,6 +11,7 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 from safetensors.torch import load_file
 
+from isomodels.errors import CheckpointError
 from isomodels.megatron import Trainer, resume
 from tests.megatron.conftest import DTYPES
 from tests.megatron.test_training import BATCH, assert_same, weights
@@ -98,6 +99,42 @@ def test_hugging_face_checkpoint_of_trained_weights(checkpoint, tmp_path, sequen
     with open_trainer(tmp_path / "trained", dtype, True) as trainer:
         for left, right in zip(trainer.score(sequences), expected, strict=True):
             assert torch.equal(left, right)
+
+
+def test_folders_that_cannot_be_saved_to(checkpoint, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    with open_trainer(checkpoint("qwen3", "fp32"), "fp32", True) as trainer:
+        for place, message in (
+            (tmp_path / "file", "is a file: give a folder"),
+            (tmp_path / "file" / "below", "cannot write .*: Not a directory"),
+            ("/proc/saved", "cannot write /proc/saved: No such file"),
+        ):
+            with pytest.raises(CheckpointError, match=message) as error:
+                trainer.save(place)
+            assert "\n" not in str(error.value)
+        monkeypatch.setattr(resume.os, "access", lambda *_: False)  # root may write everywhere
+        with pytest.raises(CheckpointError, match="a folder that you may write to"):
+            trainer.save(tmp_path / "saved")
+
+
+def test_folders_that_cannot_be_loaded(checkpoint, tmp_path):
+    (tmp_path / "empty").mkdir()
+    with open_trainer(checkpoint("mimo", "fp32"), "fp32", True) as trainer:
+        trainer.save(tmp_path / "other")
+    with open_trainer(checkpoint("qwen3", "fp32"), "fp32", True) as trainer:
+        trainer.save(tmp_path / "damaged")
+        for file in (tmp_path / "damaged").glob("*.distcp"):
+            file.write_bytes(file.read_bytes()[:10])
+        for place, message in (
+            ("/nothing", "Checkpoint directory /nothing does not exist"),
+            (tmp_path / "empty", "is not a distributed checkpoint"),
+            (tmp_path / "damaged", ""),
+            (tmp_path / "other", ""),
+        ):
+            with pytest.raises(CheckpointError, match=f"cannot load {place}: .*{message}") as error:
+                trainer.load(place)
+            assert str(error.value).endswith("; give a folder that Trainer.save wrote")
+            assert "\n" not in str(error.value)
 
 
 def test_save_in_a_script_without_a_main_guard_says_so(checkpoint, tmp_path):
