@@ -49,8 +49,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     Returns:
         [T, N] in the dtype of `x`.
+
+    Raises:
+        ValueError: naming shapes that do not fit.
+        TypeError: for another dtype, or dtypes that differ.
     """
-    check_operands(x, weight)
+    check_operands("linear", x, weight, bias)
     with one_thread():
         y = matmul_nt(x, weight)
         if bias is not None:
@@ -58,24 +62,34 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return y.to(x.dtype, copy=True)
 
 
-def check_operands(x: Tensor, weight: Tensor) -> None:
-    """Refuse what `linear` cannot take: x [T, K] and weight [N, K] of one supported dtype."""
+def check_operands(operation: str, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+    """Refuse what a product x W^T (+ b) cannot take; `operation` is named in the message."""
     if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
         raise ValueError(
-            f"linear needs x [T, K] and weight [N, K], got {list(x.shape)} and {list(weight.shape)}"
+            f"{operation} needs an input [T, K] and a weight [N, K], "
+            f"got {list(x.shape)} and {list(weight.shape)}"
         )
     if x.dtype != weight.dtype or x.dtype not in (torch.float32, torch.bfloat16):
         raise TypeError(
-            f"linear needs x and weight both float32 or both bfloat16, "
+            f"{operation} needs input and weight both float32 or both bfloat16, "
             f"got {x.dtype} and {weight.dtype}"
         )
+    if bias is None:
+        return
+    if bias.shape != weight.shape[:1]:
+        raise ValueError(
+            f"{operation} needs a bias [N] for a weight [N, K], "
+            f"got {list(bias.shape)} and {list(weight.shape)}"
+        )
+    if bias.dtype != x.dtype:
+        raise TypeError(f"{operation} needs a bias of the input's {x.dtype}, got {bias.dtype}")
 
 
 @linear.register_kernel("cuda")
 def _(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     from isomodels.kernels import linear_triton
 
-    check_operands(x, weight)
+    check_operands("linear", x, weight, bias)
     return linear_triton.linear(x, weight, bias)
 
 

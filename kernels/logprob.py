@@ -78,7 +78,7 @@ def lm_head(hidden: Tensor, weight: Tensor) -> Tensor:
     Returns:
         [T, V] fp32.
     """
-    check_operands(hidden, weight)
+    check_operands("lm_head", hidden, weight)
     with one_thread():
         return matmul_nt(hidden, weight).contiguous()
 
@@ -119,7 +119,7 @@ def token_logprobs(
         IndexError: for a target outside the vocabulary. On a GPU, which would have to wait for
             the check, the logprob of such a target is NaN.
     """
-    check_operands(hidden, weight)
+    check_operands("token_logprobs", hidden, weight)
     vocab_size = weight.shape[0]
     if targets.numel() and not 0 <= int(targets.min()) <= int(targets.max()) < vocab_size:
         raise IndexError(f"a target lies outside the vocabulary of {vocab_size}")
@@ -135,7 +135,7 @@ def token_logprobs(
 def _(hidden: Tensor, weight: Tensor) -> Tensor:
     from isomodels.kernels import linear_triton
 
-    check_operands(hidden, weight)
+    check_operands("lm_head", hidden, weight)
     return linear_triton.linear(hidden, weight, out_dtype=torch.float32)
 
 
@@ -153,7 +153,7 @@ def _(
 ) -> tuple[Tensor, Tensor]:
     from isomodels.kernels import logprob_triton
 
-    check_operands(hidden, weight)
+    check_operands("token_logprobs", hidden, weight)
     _check_scale(torch.float32, temperature)
     return logprob_triton.token_logprobs(hidden, weight, targets, temperature)
 

@@ -64,6 +64,19 @@ def normalize_backward(grad: Tensor, unit: Tensor, inverse_rms: Tensor) -> Tenso
     return (grad - unit * projection) * inverse_rms
 
 
+def _check(operation: str, x: Tensor, weight: Tensor, residual: Tensor | None = None) -> None:
+    if weight.shape != x.shape[-1:]:
+        raise ValueError(
+            f"{operation} needs x [T, N] and a weight [N], "
+            f"got {list(x.shape)} and {list(weight.shape)}"
+        )
+    if residual is not None and residual.shape != x.shape:
+        raise ValueError(
+            f"{operation} needs x and residual of one shape, "
+            f"got {list(x.shape)} and {list(residual.shape)}"
+        )
+
+
 @torch.library.custom_op("isomodels::rms_norm", mutates_args=(), device_types="cpu")
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm over the last axis.
@@ -75,7 +88,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     Returns:
         [T, N] in the dtype of `x`.
+
+    Raises:
+        ValueError: naming shapes that do not fit.
     """
+    _check("rms_norm", x, weight)
     with one_thread():
         unit, _ = normalize(x.float(), eps)
         return (unit * weight.float()).to(x.dtype)
@@ -93,7 +110,11 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
     Returns:
         (normed [T, N], residual + x [T, N]), both in the dtype of `x`.
+
+    Raises:
+        ValueError: naming shapes that do not fit.
     """
+    _check("add_rms_norm", x, weight, residual)
     with one_thread():
         total = (x.float() + residual.float()).to(x.dtype)
         unit, _ = normalize(total.float(), eps)
@@ -104,6 +125,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 def _(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     from isomodels.kernels import rms_norm_triton
 
+    _check("rms_norm", x, weight)
     return rms_norm_triton.rms_norm(x, None, weight, eps)[0]
 
 
@@ -111,6 +133,7 @@ def _(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def _(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     from isomodels.kernels import rms_norm_triton
 
+    _check("add_rms_norm", x, weight, residual)
     return rms_norm_triton.rms_norm(x, residual, weight, eps)
 
 

@@ -84,7 +84,13 @@ def rope(
 
     Returns:
         [T, heads, head_dim] in the dtype of `x`.
+
+    Raises:
+        ValueError: naming shapes that do not fit.
+        IndexError: for a position outside the table. A GPU, which would have to wait, does not
+            check.
     """
+    _check(x, positions, table, norm_weight)
     with one_thread():
         unit = x.float()
         if norm_weight is not None:
@@ -93,6 +99,19 @@ def rope(
         rows = torch.nn.functional.embedding(positions, table)
         cos, sin = rows.unsqueeze(1).chunk(2, -1)  # [T, 1, D/2]
         return _rotate(unit, cos, sin).to(x.dtype, copy=True)
+
+
+def _check(x: Tensor, positions: Tensor, table: Tensor, norm_weight: Tensor | None) -> None:
+    if x.dim() != 3 or positions.shape != x.shape[:1] or table.shape[1:] != x.shape[2:]:
+        raise ValueError(
+            "rope needs x [T, heads, head_dim], positions [T] and a table [positions, head_dim], "
+            f"got {list(x.shape)}, {list(positions.shape)} and {list(table.shape)}"
+        )
+    if norm_weight is not None and norm_weight.shape != x.shape[2:]:
+        raise ValueError(
+            "rope needs x [T, heads, head_dim] and a norm weight [head_dim], "
+            f"got {list(x.shape)} and {list(norm_weight.shape)}"
+        )
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -106,6 +125,7 @@ def _(
 ) -> Tensor:
     from isomodels.kernels import rope_triton
 
+    _check(x, positions, table, norm_weight)
     return rope_triton.rope(x, positions, table, norm_weight, eps)
 
 

@@ -85,7 +85,7 @@ def row_linear_partial(x: Tensor, weight: Tensor, leaves: int) -> Tensor:
 
 
 def _check_leaves(x: Tensor, weight: Tensor, leaves: int) -> None:
-    check_operands(x, weight)
+    check_operands("row_linear", x, weight)
     if not 1 <= leaves <= LEAVES or leaves & (leaves - 1):
         raise ValueError(f"a subtree has 1, 2, 4, ... up to {LEAVES} leaves, got {leaves}")
     if x.shape[1] % leaves:

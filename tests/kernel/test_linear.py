@@ -165,6 +165,14 @@ def test_bad_operands():
         linear(hard(3, 8).half(), hard(5, 8).half())
 
 
+def test_bad_bias():
+    for bias in (hard(8), hard(1), hard(1, 5), hard(5, 1)):  # the last three would broadcast
+        with pytest.raises(ValueError, match=r"linear needs a bias \[N\] .* and \[5, 8\]"):
+            linear(hard(3, 8), hard(5, 8), bias)
+    with pytest.raises(TypeError, match=r"bias of the input's torch\.bfloat16, got torch\.float32"):
+        linear(hard(3, 8).bfloat16(), hard(5, 8).bfloat16(), hard(5))
+
+
 def test_the_battery_can_fail():
     weight = hard(200, 1000, seed=1)
     with pytest.raises(AssertionError, match=r"differ, first at \[\d+, \d+\]: [0-9a-f]{8}"):

@@ -233,3 +233,10 @@ def test_the_temperature_check_can_fail():
     for wrong in (log_normalize(logits * (1 / 0.7)), log_normalize(logits) / 0.7):
         with pytest.raises(AssertionError):
             assert_same_bits(wrong, log_normalize(logits, 0.7))
+
+
+def test_a_message_names_the_operation():
+    with pytest.raises(ValueError, match=r"^lm_head needs .* \[2, 8\] and \[7, 9\]"):
+        lm_head(hard(2, 8), hard(7, 9))
+    with pytest.raises(TypeError, match=r"^token_logprobs needs"):
+        token_logprobs(hard(2, 8), hard(7, 8).bfloat16(), torch.tensor([0, 1]))

@@ -104,6 +104,17 @@ def test_opcheck_of_a_transposed_input():
     assert_registered(add_rms_norm, (x, x + 1, hard(8), EPS), trainable=False)
 
 
+def test_shapes_that_would_broadcast_are_refused():
+    x = hard(3, 8)
+    for weight in (hard(1), hard(9), hard(3, 8), hard(1, 8)):
+        with pytest.raises(ValueError, match=r"^rms_norm needs .* got \[3, 8\] and"):
+            rms_norm(x, weight, EPS)
+        with pytest.raises(ValueError, match=r"^add_rms_norm needs"):
+            add_rms_norm(x, x, weight, EPS)
+    with pytest.raises(ValueError, match=r"one shape, got \[3, 8\] and \[1, 8\]"):
+        add_rms_norm(x, x[:1], hard(8), EPS)
+
+
 def test_the_battery_can_fail():
     weight = hard(1000, kind="normal", seed=1)
     by_columns = lambda x: x * torch.rsqrt((x * x).t().contiguous().mean(0) + EPS)[:, None] * weight  # noqa: E731

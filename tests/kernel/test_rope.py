@@ -147,6 +147,15 @@ def test_a_position_outside_the_table(bad):
         rope(hard(2, 1, 32), torch.tensor([0, bad]), table_of(32), None, 0.0)
 
 
+@pytest.mark.parametrize(
+    ("positions", "dim", "weight"), [(1, 32, None), (3, 32, None), (2, 16, None), (2, 32, 1)]
+)
+def test_shapes_that_do_not_fit(positions, dim, weight):
+    weight = None if weight is None else hard(weight)
+    with pytest.raises(ValueError, match=r"^rope needs x .* got \[2, 1, 32\]"):
+        rope(hard(2, 1, 32), torch.arange(positions), table_of(dim), weight, EPS)
+
+
 def test_no_tokens():
     empty = torch.empty(0, dtype=torch.int64)
     assert rope(hard(0, 2, 32), empty, table_of(32), None, 0.0).shape == (0, 2, 32)

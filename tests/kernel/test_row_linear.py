@@ -103,6 +103,8 @@ def test_opcheck():
 
 
 def test_k_must_be_divisible():
+    with pytest.raises(ValueError, match=r"^row_linear needs .* \[3, 8\] and \[5, 12\]"):
+        row_linear(hard(3, 8), hard(5, 12))
     with pytest.raises(ValueError, match="K = 62"):
         row_linear(hard(3, 62), hard(5, 62))
 
