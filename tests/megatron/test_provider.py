@@ -1,6 +1,7 @@
 """The provider, its configuration, and what it refuses at the start."""
 
 import importlib.metadata
+import json
 import shutil
 import subprocess
 import sys
@@ -31,6 +32,20 @@ def test_config_of_a_checkpoint(checkpoint, kind, dtype):
     assert config.params_dtype == DTYPES[dtype]
     assert config.bf16 == (dtype == "bf16")
     assert config.add_qkv_bias == (kind == "mimo")
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_tied", "mimo"])
+def test_row_76_the_config_that_comes_out_is_the_one_that_went_in(checkpoint, kind, tmp_path):
+    """Row 76 of the field reports: a provider's defaults (padded vocabulary, ...) in the export."""
+    source = checkpoint(kind, "fp32")
+    with Trainer(source, dtype=torch.float32) as trainer:
+        assert trainer.model.vocab_size == trainer.core.config.vocab_size
+        trainer.save_hf(tmp_path / "out")
+    before, after = (
+        json.loads((p / "config.json").read_text()) for p in (source, tmp_path / "out")
+    )
+    assert after == before
+    assert read_config(tmp_path / "out") == read_config(source)
 
 
 @pytest.mark.parametrize(
