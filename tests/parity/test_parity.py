@@ -52,6 +52,14 @@ def test_every_case_has_equal_bits(tmp_path: Path) -> None:
     assert "Equal bits in every case" in done.stdout
 
 
+@pytest.mark.gpu
+def test_every_case_has_equal_bits_on_a_gpu() -> None:
+    trained = Path(__file__).parents[1] / "data" / "tiny-qwen3"
+    report = run_parity(trained, device="cuda")
+    assert report.faults() == []
+    assert report.total("engine_decode_graph").compared > 0
+
+
 def test_one_weight_off_by_one_ulp_is_found_and_named(tmp_path: Path) -> None:
     trainer = random_checkpoint(tmp_path / "trainer", "Qwen3ForCausalLM", "float32", seed=3)
     engine = tmp_path / "engine"
