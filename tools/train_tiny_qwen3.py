@@ -18,13 +18,11 @@ from pathlib import Path
 
 import torch
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
 
-from isomodels.config import read_config
 from isomodels.megatron.trainer import Trainer
-from isomodels.registry import load_object
-from isomodels.weights_conv.rules import Tied
+from isomodels.parity.checkpoints import draw_checkpoint
 
 VOCAB_SIZE = 2048
 LENGTH = 256
@@ -100,18 +98,13 @@ def train_tokenizer(texts: list[str], path: Path) -> Tokenizer:
 
 def start_checkpoint(path: Path) -> None:
     """Random weights: N(0, 0.02), norms 1."""
-    (path / "config.json").write_text(json.dumps(CONFIG, indent=2))
-    spec, config = read_config(path)
     generator = torch.Generator().manual_seed(0)
-    tensors = {}
-    for rule in load_object(spec.weights)(config):
-        if isinstance(rule, Tied):
-            continue
-        for source in rule.sources:
-            normal = torch.randn(source.shape, generator=generator) * 0.02
-            value = torch.ones(source.shape) if len(source.shape) == 1 else normal
-            tensors[source.name] = value.bfloat16()
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+    def draw(name: str, shape: tuple[int, ...]) -> Tensor:
+        normal = torch.randn(shape, generator=generator) * 0.02
+        return torch.ones(shape) if len(shape) == 1 else normal
+
+    draw_checkpoint(path, CONFIG, draw)
 
 
 def batches(ids: list[int], steps: int) -> list[list[list[int]]]:

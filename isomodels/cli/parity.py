@@ -95,8 +95,9 @@ def _choose(
     checkpoint: Path | None, arch: str | None, dtype: str | None, seed: int, folder: Path
 ) -> Path:
     """The checkpoint to run: as given, cast, or random."""
-    from isomodels.config import read_config
-    from isomodels.parity.checkpoints import cast_checkpoint, random_checkpoint
+    from isomodels.checkpoint import convert_checkpoint
+    from isomodels.config import DTYPES, read_config
+    from isomodels.parity.checkpoints import random_checkpoint
 
     if checkpoint is None:
         name = arch or DEFAULT_ARCH
@@ -105,7 +106,7 @@ def _choose(
     if arch is not None and arch != spec.architecture:
         raise CheckpointError(f"{checkpoint} is {spec.architecture}, not {arch} (--arch)")
     if dtype is not None and dtype != config.dtype:
-        return cast_checkpoint(checkpoint, folder / "cast", dtype)
+        return convert_checkpoint(checkpoint, folder / "cast", dtype=DTYPES[dtype]).path
     return checkpoint
 
 

@@ -1,13 +1,15 @@
-"""Checkpoints that parity makes for itself: random ones, and casts of a given one."""
+"""Random checkpoints, made from an architecture's own conversion table."""
 
 import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from isomodels.config import DTYPES, read_config
+from isomodels.config import read_config
 from isomodels.registry import get_spec, load_object
 from isomodels.weights_conv.rules import Tied
 
@@ -30,10 +32,26 @@ def random_checkpoint(path: Path, architecture: str, dtype: str, seed: int) -> P
         UnsupportedError: for an architecture that isomodels does not have.
     """
     raw = {**load_object(get_spec(architecture).tiny), "dtype": dtype}
-    spec, config = read_config(raw)
     generator = torch.Generator().manual_seed(seed)
+    return draw_checkpoint(path, raw, lambda name, shape: _draw(name, shape, generator))
+
+
+def draw_checkpoint(
+    path: Path, raw: Mapping[str, Any], draw: Callable[[str, tuple[int, ...]], Tensor]
+) -> Path:
+    """Write a checkpoint of a config, its tensors drawn one by one in the order of the rules.
+
+    Args:
+        path: folder to write, made if absent.
+        raw: content of config.json.
+        draw: HF name and shape -> values, which are rounded to the config's dtype.
+
+    Returns:
+        `path`.
+    """
+    spec, config = read_config(raw)
     tensors = {
-        source.name: _draw(source.name, source.shape, generator).to(DTYPES[dtype])
+        source.name: draw(source.name, source.shape).to(config.torch_dtype)
         for rule in load_object(spec.weights)(config)
         if not isinstance(rule, Tied)
         for source in rule.sources
@@ -50,11 +68,3 @@ def _draw(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tens
         return 0.3 * normal if name.endswith(".bias") else 1.0 + 0.2 * normal
     gain = _LOGIT_SPREAD if "embed_tokens" in name or "lm_head" in name else 1.0
     return normal * (gain / shape[1] ** 0.5)
-
-
-def cast_checkpoint(source: Path, path: Path, dtype: str) -> Path:
-    """Write a copy of a checkpoint in another dtype; tokenizer files come along."""
-    from isomodels.checkpoint import convert_checkpoint
-
-    convert_checkpoint(source, path, dtype=DTYPES[dtype])
-    return path

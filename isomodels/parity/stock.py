@@ -1,6 +1,5 @@
 """What the two sides give without isomodels: vLLM's own class against transformers' own model."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,8 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from isomodels.config import DTYPES, read_config
+from isomodels.config import DTYPES, load_config_dict, read_config
 from isomodels.parity.workload import DEVICE_LIMITS, MAX_MODEL_LEN
+from isomodels.registry import load_object
 from isomodels.vllm.engine import Engine, Request
 from isomodels.weights_conv.files import read_tensors
 from isomodels.weights_conv.rules import Carried, Tied
@@ -77,11 +77,9 @@ def load_transformers(checkpoint: Path, dtype: torch.dtype) -> Any:
     """
     import transformers
 
-    from isomodels.registry import load_object
-
     spec, config = read_config(checkpoint)
     model_class = getattr(transformers, spec.transformers)
-    raw = json.loads((checkpoint / "config.json").read_text())
+    raw = load_config_dict(checkpoint)
     fields = {k: v for k, v in raw.items() if k not in ("architectures", "model_type")}
     model = model_class(model_class.config_class(**fields)).to(dtype).eval()
     hf = read_tensors(checkpoint)
