@@ -33,4 +33,9 @@ class Rope(nn.Module):
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         """x [T, heads, D], positions [T] int64 -> [T, heads, D]."""
-        return rope(x, positions, rope_table(*self.table_key, x.device), self.weight, self.eps)
+        return rope(x, positions, self._table(x.device), self.weight, self.eps)
+
+    # torch.compile then takes the table as it is, and does not look into its making.
+    @torch.compiler.assume_constant_result
+    def _table(self, device: torch.device) -> Tensor:
+        return rope_table(*self.table_key, device)
