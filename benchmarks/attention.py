@@ -8,15 +8,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.harness import Timing, _summary, against, against_bandwidth, copies, row
+from benchmarks.harness import Timing, against, against_bandwidth, copies, in_turns, row
 from isomodels.kernels.attention import attention, attention_backward, paged_attention
 
 TEST = "tests/kernel/test_attention_triton.py"
 HEADS, KV_HEADS, DIM = 32, 8, 128
 SCALE = DIM**-0.5
 PACKED = [(4, 4096), (1, 16384)]  # sequences, tokens of each
-DECODE = [(256, 2048), (8, 32768)]
+DECODE = [(256, 2048), (8, 32768), (1, 32768)]
 PAGE = 16
+FLASH3 = "FlashAttention 3"
 
 
 def _random(*shape: int) -> Tensor:
@@ -27,13 +28,13 @@ def _int32(values: range | list[int]) -> Tensor:
     return torch.tensor(list(values), dtype=torch.int32, device="cuda")
 
 
-def _flash3() -> Callable | None:
-    """FlashAttention 3 as vLLM builds it, where it is installed."""
-    try:
-        from vllm.vllm_flash_attn import flash_attn_varlen_func, is_fa_version_supported
-    except ImportError:
-        return None
-    return flash_attn_varlen_func if is_fa_version_supported(3) else None
+def _flash3() -> Callable:
+    """FlashAttention 3 as vLLM builds and calls it."""
+    from vllm.vllm_flash_attn import flash_attn_varlen_func
+
+    if not hasattr(torch.ops._vllm_fa3_C, "fwd"):
+        raise RuntimeError("this vLLM is without FlashAttention 3: install its library")
+    return partial(flash_attn_varlen_func, softmax_scale=SCALE, causal=True, fa_version=3)
 
 
 def _packed(num_seqs: int, length: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -54,40 +55,21 @@ def _sdpa(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-def _in_turns(*contestants: Callable, samples: int = 15, calls: int = 4) -> list[tuple]:
-    """Medians and spreads like `time_ms`, without graphs: torch's backward cannot be captured on
-    another stream than its forward ran on. The calls last milliseconds, so gaps do not count."""
-    times: list[list[float]] = [[] for _ in contestants]
-    for sample in range(samples + 2):
-        for call, collected in zip(contestants, times, strict=True):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda.synchronize()
-            begin.record()
-            for _ in range(calls):
-                call()
-            end.record()
-            end.synchronize()
-            if sample >= 2:
-                collected.append(begin.elapsed_time(end) / calls)
-    return [_summary(collected) for collected in times]
-
-
 @row("attention forward", TEST)
 def forward() -> Iterator[Timing]:
-    """Against FlashAttention 3; where it is missing, against the faster of torch's two."""
+    """Against FlashAttention 3, and torch's two."""
     flash3 = _flash3()
     for num_seqs, length in PACKED:
         q, k, v, bounds = _packed(num_seqs, length)
         ours = [partial(attention, q, k, v, bounds, SCALE)]
         shape = f"{num_seqs} x {length}, {HEADS}/{KV_HEADS} heads of {DIM}"
-        if flash3 is not None:
-            kwargs = {
-                "q": q, "k": k, "v": v, "cu_seqlens_q": bounds, "cu_seqlens_k": bounds,
-                "max_seqlen_q": length, "max_seqlen_k": length, "softmax_scale": SCALE,
-                "causal": True, "fa_version": 3,
-            }  # fmt: skip
-            theirs = [partial(flash3, **kwargs)]
-            yield against("attention forward", shape, "FlashAttention 3", ours, theirs, 0.70)
+        theirs = [
+            partial(
+                flash3, q, k, v, cu_seqlens_q=bounds, cu_seqlens_k=bounds,
+                max_seqlen_q=length, max_seqlen_k=length,
+            )
+        ]  # fmt: skip
+        yield against("attention forward", shape, FLASH3, ours, theirs, 0.70)
         dense = [_dense(x, num_seqs) for x in (q, k, v)]
         for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
             theirs = [partial(_sdpa, backend, *dense)]
@@ -116,7 +98,7 @@ def backward() -> Iterator[Timing]:
             name = f"torch, {backend.name.lower()}" + (", deterministic" if deterministic else "")
             torch.use_deterministic_algorithms(deterministic)
             try:
-                (ms, spread), (other, other_spread) = _in_turns(ours, theirs)
+                (ms, spread), (other, other_spread) = in_turns(ours, theirs)
                 spread = max(spread, other_spread)
                 yield Timing("attention backward", shape, name, ms, other, floor, spread)
             finally:
@@ -125,8 +107,7 @@ def backward() -> Iterator[Timing]:
 
 @row("paged decode", TEST)
 def decode() -> Iterator[Timing]:
-    """Against FlashAttention 3 over the same pages; always against the bandwidth of a copy."""
-    flash3 = _flash3()
+    """Against FlashAttention 3 over the same pages, and against the bandwidth of a copy."""
     for num_seqs, length in DECODE:
         pages = num_seqs * length // PAGE
         size = num_seqs * length * KV_HEADS * 2 * DIM * 2
@@ -139,14 +120,31 @@ def decode() -> Iterator[Timing]:
         tail = (bounds, lengths, SCALE, 1, length)
         ours = [partial(paged_attention, *one, *tail) for one in sets]
         shape = f"{num_seqs} x {length}, {HEADS}/{KV_HEADS} heads of {DIM}, pages of {PAGE}"
-        if flash3 is not None:
-            common = {
-                "cu_seqlens_q": bounds, "seqused_k": lengths, "max_seqlen_q": 1,
-                "max_seqlen_k": length, "softmax_scale": SCALE, "causal": True, "fa_version": 3,
-            }  # fmt: skip
-            theirs = []
-            for q, cache, table in sets:
-                k, v = cache.transpose(1, 2).split(DIM, -1)
-                theirs.append(partial(flash3, q=q, k=k, v=v, block_table=table, **common))
-            yield against("paged decode", shape, "FlashAttention 3", ours, theirs, 0.90)
+        theirs = _flash3_decode(sets, bounds, lengths, length)
+        floor = 0.90 if num_seqs > 1 else 0.0
+        yield against("paged decode", shape, f"{FLASH3}, split KV", ours, theirs, floor)
         yield against_bandwidth("paged decode", shape, ours, size, 0.0)
+
+
+def _flash3_decode(
+    sets: list[tuple[Tensor, Tensor, Tensor]], bounds: Tensor, lengths: Tensor, longest: int
+) -> list[Callable]:
+    """Splits chosen by FlashAttention, scheduled once beforehand: vLLM does it once a step."""
+    from vllm.vllm_flash_attn.flash_attn_interface import get_scheduler_metadata
+
+    flash3 = _flash3()
+    schedule = get_scheduler_metadata(
+        batch_size=len(lengths), max_seqlen_q=1, max_seqlen_k=longest, num_heads_q=HEADS,
+        num_heads_kv=KV_HEADS, headdim=DIM, cache_seqlens=lengths, cu_seqlens_q=bounds,
+        page_size=PAGE, causal=True,
+    )  # fmt: skip
+    calls = []
+    for q, cache, table in sets:
+        k, v = cache.transpose(1, 2).split(DIM, -1)  # [pages, PAGE, kv_heads, D] each
+        calls.append(
+            partial(
+                flash3, q, k, v, cu_seqlens_q=bounds, seqused_k=lengths, max_seqlen_q=1,
+                max_seqlen_k=longest, block_table=table, scheduler_metadata=schedule,
+            )
+        )  # fmt: skip
+    return calls

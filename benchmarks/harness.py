@@ -2,7 +2,8 @@
 
 A row is a function that yields `Timing`s, registered with `@row`. Ours and the baseline run in
 turns in one process, each as a CUDA graph over rotated inputs (so that launch gaps and a warm
-cache do not flatter either), and the medians of many replays are compared.
+cache do not flatter either), and the medians of many replays are compared. What does not fit one
+process beside its baseline (an engine, a training step) runs in processes of its own.
 """
 
 import statistics
@@ -18,7 +19,11 @@ TARGET_MS = 2.0  # how long one replay lasts at least
 
 @dataclass(frozen=True)
 class Timing:
-    """One line of the table; times in milliseconds for one call."""
+    """One line of the table; times in milliseconds for one call.
+
+    A `mean` sums up other lines: its ratio counts, its times mean nothing. A floor of 0: none is
+    asked for.
+    """
 
     row: str
     shape: str
@@ -28,6 +33,7 @@ class Timing:
     floor: float
     spread: float = 0.0
     note: str = ""
+    mean: bool = False
 
     @property
     def ratio(self) -> float:
@@ -72,7 +78,7 @@ def time_ms(*contestants: Calls, replays: int = REPLAYS) -> list[tuple[float, fl
             end.record()
             end.synchronize()
             times.append(begin.elapsed_time(end) / count)
-    return [_summary(times) for times in samples]
+    return [summary(times) for times in samples]
 
 
 def _capture(calls: Calls) -> tuple[torch.cuda.CUDAGraph, int]:
@@ -95,7 +101,30 @@ def _capture(calls: Calls) -> tuple[torch.cuda.CUDAGraph, int]:
     return graph, rounds * len(calls)
 
 
-def _summary(times: list[float]) -> tuple[float, float]:
+def in_turns(
+    *contestants: Callable[[], object], samples: int = 15, calls: int = 4
+) -> list[tuple[float, float]]:
+    """Like `time_ms`, without graphs, for calls of milliseconds that cannot be captured.
+
+    torch's backward cannot be captured on another stream than its forward ran on.
+    """
+    times: list[list[float]] = [[] for _ in contestants]
+    for sample in range(samples + 2):
+        for call, collected in zip(contestants, times, strict=True):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda.synchronize()
+            begin.record()
+            for _ in range(calls):
+                call()
+            end.record()
+            end.synchronize()
+            if sample >= 2:
+                collected.append(begin.elapsed_time(end) / calls)
+    return [summary(collected) for collected in times]
+
+
+def summary(times: Sequence[float]) -> tuple[float, float]:
+    """Median and relative spread (p80 - p20)."""
     times = sorted(times)
     median = statistics.median(times)
     return median, (times[len(times) * 4 // 5] - times[len(times) // 5]) / median
@@ -118,15 +147,16 @@ def bandwidth() -> float:
             end.record()
             end.synchronize()
             times.append(begin.elapsed_time(end))
-        _bandwidth.append(2 * source.nbytes / _summary(times)[0])
+        _bandwidth.append(2 * source.nbytes / summary(times)[0])
     return _bandwidth[0]
 
 
 def against_bandwidth(name: str, shape: str, calls: Calls, moved: int, floor: float) -> Timing:
     """A memory-bound row: the baseline is the time a copy would take for the same bytes."""
-    baseline = moved / bandwidth()
+    rate = bandwidth()
     ((ms, spread),) = time_ms(calls)
-    return Timing(name, shape, "measured memory bandwidth", ms, baseline, floor, spread)
+    note = f"a large copy moved {rate / 1e9:.2f} TB/s"
+    return Timing(name, shape, "measured memory bandwidth", ms, moved / rate, floor, spread, note)
 
 
 def against(

@@ -1,30 +1,30 @@
-"""Make the benchmark table: `PYTHONPATH=. python -m benchmarks.run [--rows a,b] [--out DIR]`.
+"""Make the benchmark table: `python -m benchmarks.run [--rows a,b] [--out DIR]`.
 
-Writes h200.json (a list of row, shape, baseline, ratio, floor) and h200.md. A row whose kernel
-test fails is not timed: the command ends with status 1 after the other rows.
+Writes h200.json and h200.md; rows that were not asked for keep their lines. A row whose test fails
+is not timed. Ends with status 1 if that happened or a line is below its floor.
 """
 
 import argparse
-import datetime
 import importlib
-import json
 import subprocess
 import sys
+import traceback
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-import triton
 
-from benchmarks.harness import ROWS, Timing, bandwidth
+from benchmarks.harness import ROWS, Timing
+from benchmarks.table import missed, render, update
 
-# Importing a module registers its rows; one that does not exist yet is left out.
-MODULES = ("linear", "pointwise", "logprob", "attention")
+# Importing a module registers its rows, in the order of the table.
+MODULES = ("linear", "pointwise", "logprob", "attention", "engine", "train_step")
+HERE = Path(__file__).parent
 
 
 def load_rows() -> None:
     for name in MODULES:
-        if (Path(__file__).parent / f"{name}.py").exists():
-            importlib.import_module(f"benchmarks.{name}")
+        importlib.import_module(f"benchmarks.{name}")
 
 
 def test_passes(test: str) -> bool:
@@ -35,31 +35,34 @@ def test_passes(test: str) -> bool:
     return result.returncode == 0
 
 
-def table(timings: list[Timing]) -> str:
-    versions = f"torch {torch.__version__}, Triton {triton.__version__}"
-    lines = [
-        f"# {torch.cuda.get_device_name()}",
-        "",
-        f"{datetime.date.today()}, {versions}. Ratio: the baseline's time over ours, medians of "
-        "replays taken in turns in one process. Spread: 20th to 80th percentile over the median. "
-        f"A large copy moved {bandwidth() / 1e9:.2f} TB/s.",
-        "",
-        "| row | shape | baseline | ours (us) | baseline (us) | ratio | floor | spread |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    lines += [
-        f"| {t.row} | {t.shape} | {t.baseline} | {1e3 * t.ours_ms:.1f} | "
-        f"{1e3 * t.baseline_ms:.1f} | {t.ratio:.2f} | {t.floor:.2f} | {t.spread:.0%} |"
-        + (f" {t.note}" if t.note else "")
-        for t in timings
-    ]
-    return "\n".join(lines) + "\n"
+def run(names: Sequence[str], out: Path = HERE, skip_tests: bool = False) -> int:
+    """Time these rows, put them into the table of `out`; the exit status."""
+    tested: dict[str, bool] = {}
+    timings: list[Timing] = []
+    failed: list[str] = []
+    for name in names:
+        function, test = ROWS[name]
+        if not skip_tests and not tested.setdefault(test, test_passes(test)):
+            failed.append(f"{name}: not timed, its test fails: {test}")
+            continue
+        try:
+            timings += list(function())
+        except Exception:  # the other rows are still worth having
+            failed.append(f"{name}: not timed\n{traceback.format_exc()}")
+        torch.cuda.empty_cache()
+    lines = update(out, timings, ROWS) if timings else []
+    print(render(lines) if lines else "", *failed, sep="\n")
+    below = [line for line in lines if missed(line)]
+    for line in below:
+        print(f"below its floor: {line['row']}, {line['shape']}, {line['baseline']}: "
+              f"{line['ratio']:.2f} of {line['floor']:.2f}")  # fmt: skip
+    return 1 if failed or below else 0
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", default="", help="names, comma separated; default all")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent)
+    parser.add_argument("--out", type=Path, default=HERE)
     parser.add_argument("--skip-tests", action="store_true", help="for a row in development")
     options = parser.parse_args()
     load_rows()
@@ -67,23 +70,8 @@ def main() -> int:
     if unknown := [name for name in names if name not in ROWS]:
         print(f"no such row: {', '.join(unknown)}; there are {', '.join(ROWS)}")
         return 2
-    tested: dict[str, bool] = {}
-    timings: list[Timing] = []
-    for name in names:
-        function, test = ROWS[name]
-        if not options.skip_tests and not tested.setdefault(test, test_passes(test)):
-            print(f"{name}: not timed, its test fails: {test}")
-            continue
-        timings += list(function())
-        torch.cuda.empty_cache()
-    keys = ("row", "shape", "baseline", "ratio", "floor")
-    records = [{key: getattr(t, key) for key in keys} for t in timings]
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "h200.json").write_text(json.dumps(records, indent=1) + "\n")
-    (options.out / "h200.md").write_text(table(timings))
-    print(table(timings))
-    return 0 if all(tested.values()) else 1
+    return run(names, options.out, options.skip_tests)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())
