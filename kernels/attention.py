@@ -71,7 +71,7 @@ def attention(
         for start, end in itertools.pairwise(bounds):
             if end > start:
                 rows = slice(start, end)
-                out[rows], lse[rows] = _attend(q[rows], k[rows], v[rows], scale)
+                out[rows], lse[rows] = attend(q[rows], k[rows], v[rows], scale)
     return out, lse
 
 
@@ -114,7 +114,7 @@ def paged_attention(
             # [blocks, kv_heads, block_size, 2D] -> [length, kv_heads, 2D]
             pages = kv_cache[blocks].transpose(1, 2).flatten(0, 1)[:length]
             k, v = pages[..., :head_dim], pages[..., head_dim:]
-            out[rows], _ = _attend(q[rows], k, v, scale)
+            out[rows], _ = attend(q[rows], k, v, scale)
     return out
 
 
@@ -137,8 +137,12 @@ def write_kv_cache(k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor)
     kv_cache[blocks, :, offsets, head_dim:] = v
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """One sequence: q [n, heads, D] are its last n tokens, k and v [L, kv_heads, D] all of it."""
+def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """One sequence on one thread of the CPU; latent attention shares it.
+
+    q [n, heads, D] are its last n tokens, k [L, kv_heads, D] and v [L, kv_heads, V] all of it
+    -> out [n, heads, V] in the dtype of q, log-sum-exp of the scores [n, heads] fp32.
+    """
     n, num_heads, head_dim = q.shape
     length, num_kv_heads, _ = k.shape
     group = num_heads // num_kv_heads
@@ -158,19 +162,19 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tens
     positions = (first_position + tokens).repeat(num_kv_heads).view(-1, TILE_ROWS)
     heads = torch.arange(num_kv_heads).repeat_interleave(num_rows // TILE_ROWS).tolist()
 
-    out = torch.empty_like(q_tiles)
+    out = torch.empty(*q_tiles.shape[:2], v.shape[-1], dtype=torch.float32)
     lse = torch.empty(q_tiles.shape[:2], dtype=torch.float32)
     for start in range(0, len(heads), _TILES_AT_ONCE):
         tiles = slice(start, start + _TILES_AT_ONCE)
         out[tiles], lse[tiles] = _attend_tiles(
             q_tiles[tiles], k_blocks, v_blocks, heads[tiles], positions[tiles], scale
         )
-    # [kv_heads, n * group, D] -> [n, heads, D]
-    out = out.view(num_kv_heads, num_rows, head_dim)[:, : n * group]
-    out = out.reshape(num_kv_heads, n, group, head_dim).transpose(0, 1)
+    # [kv_heads, n * group, V] -> [n, heads, V]
+    out = out.view(num_kv_heads, num_rows, -1)[:, : n * group]
+    out = out.reshape(num_kv_heads, n, group, -1).transpose(0, 1)
     lse = lse.view(num_kv_heads, num_rows)[:, : n * group]
     lse = lse.reshape(num_kv_heads, n, group).transpose(0, 1)
-    return out.reshape(n, num_heads, head_dim).to(q.dtype), lse.reshape(n, num_heads)
+    return out.reshape(n, num_heads, -1).to(q.dtype), lse.reshape(n, num_heads)
 
 
 def _blocks(x: Tensor) -> Tensor:
@@ -186,8 +190,8 @@ def _attend_tiles(
 ) -> tuple[Tensor, Tensor]:
     """Some tiles of a sequence.
 
-    q [tiles, 16, D], k and v [kv_heads, blocks, 64, D], kv head of each tile,
-    positions [tiles, 16] -> out [tiles, 16, D], lse [tiles, 16].
+    q [tiles, 16, D], k [kv_heads, blocks, 64, D], v [kv_heads, blocks, 64, V], kv head of each
+    tile, positions [tiles, 16] -> out [tiles, 16, V], lse [tiles, 16].
     """
     blocks_of_tile = (positions[:, -1] // KV_BLOCK + 1).tolist()
     num_blocks = max(blocks_of_tile)
@@ -206,7 +210,7 @@ def _attend_tiles(
 
     # From +0 a sum never becomes -0, so blocks past a row's end (weights 0) leave it as it is.
     total = torch.zeros(len(q), TILE_ROWS, dtype=torch.float32)
-    out = torch.zeros(len(q), TILE_ROWS, q.shape[-1], dtype=torch.float32)
+    out = torch.zeros(len(q), TILE_ROWS, v.shape[-1], dtype=torch.float32)
     for block in range(num_blocks):
         total = total + block_sums[block]
         product = torch.zeros_like(out)
