@@ -16,6 +16,11 @@ from isomodels.kernels.attention import attention, paged_attention, write_kv_cac
 from isomodels.kernels.embedding import embedding
 from isomodels.kernels.linear import linear
 from isomodels.kernels.logprob import lm_head, log_normalize, token_logprobs
+from isomodels.kernels.mla_attention import (
+    mla_attention,
+    paged_mla_attention,
+    write_latent_cache,
+)
 from isomodels.kernels.rms_norm import add_rms_norm, rms_norm
 from isomodels.kernels.rope import rope, rope_table
 from isomodels.kernels.row_linear import row_linear
@@ -42,6 +47,23 @@ def run_paged_attention() -> Tensor:
     return paged_attention(HEADS, cache, TABLE, INT32, INT32[1:], 0.25, 20, 20)
 
 
+# of 4 heads: nope 12, rope 4, v 8, rank 16
+Q_NOPE, Q_ROPE = HEADS.split((12, 4), 2)
+LATENT, K_ROPE, KV_B = X[:, :16], X[:, 16:20], hard(80, 16, kind="normal", seed=3)
+
+
+def run_write_latent_cache() -> Tensor:
+    cache = torch.zeros(2, 1, 16, 20, device="cpu", dtype=torch.float32)
+    write_latent_cache(LATENT, K_ROPE, cache, IDS)
+    return cache
+
+
+def run_paged_mla_attention() -> Tensor:
+    cache = run_write_latent_cache().flip(0).contiguous()
+    bounds = (TABLE, INT32, INT32[1:], 0.25, 20, 20)
+    return paged_mla_attention(Q_NOPE, Q_ROPE, cache, KV_B, *bounds)
+
+
 OPERATIONS: dict[str, Callable[[], Tensor]] = {
     "linear": lambda: linear(X, W, W[:, 0]),
     "row_linear": lambda: row_linear(X, W),
@@ -51,6 +73,9 @@ OPERATIONS: dict[str, Callable[[], Tensor]] = {
     "attention": lambda: attention(HEADS, K, V, INT32, 0.25)[0],
     "paged_attention": run_paged_attention,
     "write_kv_cache": run_write_kv_cache,
+    "mla_attention": lambda: mla_attention(Q_NOPE, Q_ROPE, LATENT, K_ROPE, KV_B, INT32, 0.25)[0],
+    "paged_mla_attention": run_paged_mla_attention,
+    "write_latent_cache": run_write_latent_cache,
     "swiglu": lambda: swiglu(X),
     "embedding": lambda: embedding(IDS, W),
     "lm_head": lambda: lm_head(X, W),
@@ -164,7 +189,10 @@ def test_the_check_can_fail():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(set(OPERATIONS) - {"write_kv_cache", "paged_attention"}))
+@pytest.mark.parametrize(
+    "name",
+    sorted(name for name in OPERATIONS if not name.startswith(("write_", "paged_"))),
+)
 def test_operators_under_ahead_of_time_dispatch(name):
     x, w, norm = (t[:7].clone().requires_grad_() for t in (X, W, NORM))
     heads, ids = HEADS[:7].clone().requires_grad_(), IDS[:7]
@@ -178,6 +206,10 @@ def test_operators_under_ahead_of_time_dispatch(name):
         "add_rms_norm": (add_rms_norm, (x, x.detach() * 2, rows, 1e-6)),
         "rope": (rope, (heads, ids, rope_table(16, 1e6, 64), norm_of_head, 1e-6)),
         "attention": (attention, (heads, k, v, bounds, 0.25)),
+        "mla_attention": (
+            mla_attention,
+            (heads[..., :12], heads[..., 12:], x[:, :16], x[:, 16:20], KV_B, bounds, 0.25),
+        ),
         "swiglu": (swiglu, (x,)),
         "embedding": (embedding, (ids, w)),
         "lm_head": (lm_head, (x, w)),
