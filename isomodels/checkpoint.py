@@ -19,11 +19,12 @@ from isomodels.registry import ArchSpec, load_object
 from isomodels.weights_conv.files import TensorFiles, read_tensors
 from isomodels.weights_conv.rules import (
     Carried,
-    Rule,
+    Resolved,
     check_tensors,
     check_tied,
     dtype_name,
     iter_module,
+    resolve,
     same_bits,
     shorten,
     to_hf,
@@ -38,14 +39,14 @@ class Checkpoint:
     Attributes:
         path: the folder.
         spec, config: the architecture and its strict config.
-        rules: the architecture's conversion table for this config.
+        rules: the architecture's conversion table for this config and these names.
         tensors: HF name -> tensor, lazy.
     """
 
     path: Path
     spec: ArchSpec
     config: Any
-    rules: tuple[Rule, ...]
+    rules: tuple[Resolved, ...]
     tensors: TensorFiles
 
     @property
@@ -71,8 +72,8 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
     path = Path(path)
     tensors = read_tensors(path)
     spec, config = read_config(path)
-    rules = load_object(spec.weights)(config)
     try:
+        rules = resolve(load_object(spec.weights)(config), tensors)
         check_tensors(rules, tensors.meta(), dtype=config.torch_dtype)
         check_tied(rules, tensors)
     except CheckpointError as error:

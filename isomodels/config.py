@@ -7,6 +7,7 @@ or set to a value whose meaning is not implemented is a `ConfigError` that names
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -31,6 +32,29 @@ _WITHOUT_ARITHMETIC = frozenset(
     }
 )
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How a token's experts are chosen and weighed; see `isomodels.kernels.router.route`.
+
+    Attributes:
+        num_experts, top_k: experts of a layer, and how many of them a token goes to.
+        scoring: "softmax" or "sigmoid".
+        normalize: whether the chosen scores are divided by their sum.
+        scale: factor of the weights.
+        correction_bias: whether a bias, kept in fp32, is added for the choice.
+        n_group, topk_group: groups of experts, and how many of them a token may go to.
+    """
+
+    num_experts: int
+    top_k: int
+    scoring: Literal["softmax", "sigmoid"]
+    normalize: bool
+    scale: float = 1.0
+    correction_bias: bool = False
+    n_group: int = 1
+    topk_group: int = 1
 
 
 class DenseConfig(BaseModel):
@@ -87,6 +111,49 @@ class DenseConfig(BaseModel):
     def torch_dtype(self) -> torch.dtype:
         """Dtype of the checkpoint's tensors."""
         return DTYPES[self.dtype]
+
+    @property
+    def routing(self) -> Routing | None:
+        """How tokens go to experts; None where there are none."""
+        return None
+
+    def is_sparse(self, layer_index: int) -> bool:
+        """Whether a layer's feed-forward has experts."""
+        return False
+
+
+class MoEConfig(DenseConfig):
+    """Fields that every decoder of the Qwen line with experts states beside the dense ones."""
+
+    num_experts: int = Field(gt=0)
+    num_experts_per_tok: int = Field(gt=0)
+    moe_intermediate_size: int = Field(gt=0)
+    # Settings of a training, which the trainer states anew; they reach no forward.
+    router_aux_loss_coef: float = Field(default=0.0, ge=0)
+    output_router_logits: bool = False
+    # Not stated but told by transformers_version; of a file, not of the model it holds.
+    fused_layout_known: bool = Field(default=False, exclude=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _experts(cls, raw: Any) -> Any:
+        fields = dict(raw)
+        version = str(fields.get("transformers_version") or "0").split(".")[0]
+        fields["fused_layout_known"] = version.isdecimal() and int(version) >= 5
+        # transformers 5 saves what it read as num_experts under another name.
+        renamed = fields.pop("num_local_experts", None)
+        if renamed is not None and fields.setdefault("num_experts", renamed) != renamed:
+            raise ValueError("num_experts and num_local_experts differ")
+        return fields
+
+    @model_validator(mode="after")
+    def _enough_experts(self) -> Self:
+        if self.num_experts_per_tok > self.num_experts:
+            raise ValueError(
+                f"num_experts_per_tok {self.num_experts_per_tok} exceeds num_experts "
+                f"{self.num_experts}"
+            )
+        return self
 
 
 def _take_rope(fields: dict[str, Any]) -> None:

@@ -84,6 +84,64 @@ class Concat:
 
 
 @dataclass(frozen=True)
+class Stack:
+    """The module's tensor [E, N, K] has a slice an expert, each of HF matrices one below the other.
+
+    `slices` holds the matrices of each expert; all experts have the same shapes.
+    """
+
+    name: str
+    slices: tuple[tuple[Source, ...], ...]
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """The HF tensors, in the order of `join`."""
+        return tuple(source for parts in self.slices for source in parts)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the module's tensor."""
+        parts = self.slices[0]
+        return len(self.slices), sum(part.shape[0] for part in parts), parts[0].shape[1]
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """HF tensors -> module tensor."""
+        joined = parts[0].new_empty(self.shape)
+        for place, part in zip(self.split(joined), parts, strict=True):
+            place.copy_(part)
+        return joined
+
+    def split(self, tensor: Tensor) -> list[Tensor]:
+        """Module tensor -> HF tensors, as views."""
+        rows = [part.shape[0] for part in self.slices[0]]
+        return [part for one in tensor.unbind() for part in one.split(rows)]
+
+
+@dataclass(frozen=True)
+class Fused(Same):
+    """All experts in one HF tensor, [E, N, K], as transformers 5 defines it.
+
+    Older files of other models held [E, K, N]. `layout_known` says whether the checkpoint's
+    metadata tells the two apart; where N == K, the shape cannot.
+    """
+
+    layout_known: bool = True
+
+
+@dataclass(frozen=True)
+class Either:
+    """Experts that a file holds apart or fused; `resolve` tells by the names in it."""
+
+    apart: Stack
+    fused: Fused
+
+    @property
+    def name(self) -> str:
+        """Name of the module's tensor."""
+        return self.apart.name
+
+
+@dataclass(frozen=True)
 class Tied:
     """An HF tensor that a file may repeat or leave out: the module has only `to`.
 
@@ -100,8 +158,40 @@ class Tied:
         return (Source(self.name, self.shape),)
 
 
-Rule = Same | Concat | Tied
+Resolved = Same | Concat | Stack | Tied
+Rule = Resolved | Either
 Rules = Sequence[Rule]
+
+
+def resolve(rules: Rules, names: Collection[str]) -> tuple[Resolved, ...]:
+    """Put the form in which a file holds its experts in the place of each `Either`.
+
+    Args:
+        rules: the architecture's table.
+        names: of the file's HF tensors; without any of an `Either`, its experts are apart.
+
+    Raises:
+        CheckpointError: for experts in both forms, or fused ones whose layout nothing tells.
+    """
+    return tuple(_resolve(rule, names) if isinstance(rule, Either) else rule for rule in rules)
+
+
+def _resolve(rule: Either, names: Collection[str]) -> Resolved:
+    (fused,) = (source.name for source in rule.fused.sources)
+    if fused not in names:
+        return rule.apart
+    apart = next((source.name for source in rule.apart.sources if source.name in names), None)
+    if apart is not None:
+        raise CheckpointError(
+            f"the weights hold the same experts twice, as {fused} and as {apart}: remove one"
+        )
+    if rule.fused.shape[1] == rule.fused.shape[2] and not rule.fused.layout_known:
+        raise CheckpointError(
+            f"{fused} is {list(rule.fused.shape)}: its shape does not tell rows from columns, and "
+            "config.json states no transformers_version of 5 or above, which would: save the "
+            "experts one by one"
+        )
+    return rule.fused
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
@@ -137,8 +227,9 @@ def check_tensors(
     Raises:
         CheckpointError: naming all that is missing, left over, misshapen or mistyped.
     """
-    expected = _sources(rules)
-    optional = {rule.name for rule in rules if isinstance(rule, Tied)}
+    chosen = resolve(rules, hf)
+    expected = _sources(chosen)
+    optional = {rule.name for rule in chosen if isinstance(rule, Tied)}
     if dtype is None and hf:
         dtype = next(iter(hf.values())).dtype
     missing = expected.keys() - optional - hf.keys()
@@ -187,7 +278,7 @@ def iter_module(
         hf: HF name -> tensor; may be lazy, each tensor is read when it is needed.
         carried: whether to give the tensors of `Carried` rules.
     """
-    for rule in rules:
+    for rule in resolve(rules, hf):
         if not isinstance(rule, Tied) and (carried or not isinstance(rule, Carried)):
             yield rule.name, rule.join([hf[source.name] for source in rule.sources])
 
@@ -222,14 +313,15 @@ def to_hf(
     """The module's tensors -> HF tensors, as views without a copy: the inverse of `to_module`.
 
     Args:
-        rules: the architecture's table.
+        rules: the architecture's table; of an `Either`, the experts apart.
         module: module name -> tensor.
         optional: HF names of `Tied` rules to write as well.
 
     Raises:
         CheckpointError: naming each module tensor that is missing, left over or misshapen.
     """
-    stored = [rule for rule in rules if not isinstance(rule, Tied)]
+    chosen = resolve(rules, ())
+    stored = [rule for rule in chosen if not isinstance(rule, Tied)]
     expected = {rule.name: rule.shape for rule in stored}
     problems = [f"{name} is missing" for name in expected.keys() - module.keys()]
     problems += [f"{name} has no rule" for name in module.keys() - expected.keys()]
@@ -244,13 +336,13 @@ def to_hf(
     for rule in stored:
         tensors = rule.split(module[rule.name])
         hf.update({source.name: t for source, t in zip(rule.sources, tensors, strict=True)})
-    for tied in rules:
+    for tied in chosen:
         if isinstance(tied, Tied) and tied.name in optional:
             hf[tied.name] = hf[tied.to]
     return hf
 
 
-def _sources(rules: Rules) -> dict[str, tuple[int, ...]]:
+def _sources(rules: Sequence[Resolved]) -> dict[str, tuple[int, ...]]:
     expected: dict[str, tuple[int, ...]] = {}
     for rule in rules:
         for source in rule.sources:

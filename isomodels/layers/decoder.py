@@ -1,4 +1,4 @@
-"""The pre-norm decoder that the dense architectures share, and its causal language model."""
+"""The pre-norm decoder that the architectures of the Qwen line share, and its language model."""
 
 from collections.abc import Callable
 from typing import Any, Unpack
@@ -13,6 +13,7 @@ from isomodels.layers.mlp import MLP
 from isomodels.layers.norm import RMSNorm
 
 RunLayer = Callable[..., tuple[Tensor, Tensor]]
+MakeMLP = Callable[[int], nn.Module]  # layer index -> feed-forward, [T, H] -> [T, H]
 
 
 class DecoderLayer(nn.Module):
@@ -25,6 +26,7 @@ class DecoderLayer(nn.Module):
         *,
         qkv_bias: bool,
         qk_norm: bool,
+        make_mlp: MakeMLP | None,
         **placed: Unpack[Placed],
     ):
         super().__init__()
@@ -34,7 +36,10 @@ class DecoderLayer(nn.Module):
             config, layer_index, qkv_bias=qkv_bias, qk_norm=qk_norm, **placed
         )
         self.post_attention_layernorm = RMSNorm(hidden, eps, **placed)
-        self.mlp = MLP(hidden, config.intermediate_size, **placed)
+        if make_mlp is None:
+            self.mlp: nn.Module = MLP(hidden, config.intermediate_size, **placed)
+        else:
+            self.mlp = make_mlp(layer_index)
 
     def forward(
         self, x: Tensor, residual: Tensor | None, positions: Tensor, batch: Batch
@@ -55,12 +60,13 @@ class Decoder(nn.Module):
         *,
         qkv_bias: bool,
         qk_norm: bool,
+        make_mlp: MakeMLP | None,
         **placed: Unpack[Placed],
     ):
         super().__init__()
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, **placed)
         self.layers = nn.ModuleList(
-            DecoderLayer(config, i, qkv_bias=qkv_bias, qk_norm=qk_norm, **placed)
+            DecoderLayer(config, i, qkv_bias=qkv_bias, qk_norm=qk_norm, make_mlp=make_mlp, **placed)
             for i in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, **placed)
@@ -84,7 +90,7 @@ class CausalLM(nn.Module):
     """A decoder with its head: what a host runs.
 
     The host supplies the parameters' values and, in `batch`, where past K and V lie. It adds no
-    arithmetic.
+    arithmetic. `make_mlp` gives each layer its feed-forward; by default all are dense.
     """
 
     def __init__(
@@ -93,11 +99,14 @@ class CausalLM(nn.Module):
         *,
         qkv_bias: bool,
         qk_norm: bool,
+        make_mlp: MakeMLP | None = None,
         **placed: Unpack[Placed],
     ):
         super().__init__()
         self.config = config
-        self.model = Decoder(config, qkv_bias=qkv_bias, qk_norm=qk_norm, **placed)
+        self.model = Decoder(
+            config, qkv_bias=qkv_bias, qk_norm=qk_norm, make_mlp=make_mlp, **placed
+        )
         self.lm_head = LMHead(
             config.hidden_size, config.vocab_size, tied=config.tie_word_embeddings, **placed
         )

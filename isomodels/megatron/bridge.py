@@ -30,13 +30,13 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from isomodels.checkpoint import load_into, save_checkpoint
+from isomodels.checkpoint import load_into, open_checkpoint, save_checkpoint
 from isomodels.config import read_config
 from isomodels.errors import ConfigError, HostError, UnsupportedError
 from isomodels.megatron.model import IsoLanguageModel
 from isomodels.megatron.provider import architecture_fields, build_core, check_transformer_config
-from isomodels.registry import ArchSpec, architectures, load_object
-from isomodels.weights_conv.rules import Rule, Tied
+from isomodels.registry import ArchSpec, architectures
+from isomodels.weights_conv.rules import Resolved, Tied
 
 CHECKED_VERSIONS = ("0.6.2",)
 PREFIX = "Iso"  # of the architecture names under which this package is registered
@@ -110,12 +110,12 @@ class IsoModelProvider(TransformerConfig, ModelProviderMixin[IsoLanguageModel]):
 class RuleMapping(MegatronParamMapping[Any]):
     """One conversion rule of the architecture as Megatron-Bridge wants it."""
 
-    def __init__(self, megatron_param: str, hf_param: str | dict[str, str], rule: Rule):
+    def __init__(self, megatron_param: str, hf_param: str | dict[str, str], rule: Resolved):
         super().__init__(megatron_param, hf_param)
         self.rule: Any = rule
 
     @classmethod
-    def of(cls, rule: Rule) -> "RuleMapping":
+    def of(cls, rule: Resolved) -> "RuleMapping":
         """The mapping of a rule; parts of a fused tensor are keyed by their place."""
         names = {str(place): source.name for place, source in enumerate(rule.sources)}
         hf_param = names if len(names) > 1 else names["0"]
@@ -168,8 +168,7 @@ class IsoBridge(MegatronModelBridge):
 
     def mapping_registry(self) -> MegatronMappingRegistry:
         """The architecture's conversion rules."""
-        spec, config = read_config(_folder(self.hf_pretrained))
-        rules = load_object(spec.weights)(config)
+        rules = open_checkpoint(_folder(self.hf_pretrained)).rules
         return MegatronMappingRegistry(
             *(RuleMapping.of(rule) for rule in rules if not isinstance(rule, Tied))
         )

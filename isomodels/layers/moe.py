@@ -1,0 +1,154 @@
+"""Mixture of experts: a router, experts whose weights are one tensor, and shared experts.
+
+T: tokens, E: experts, k: experts of a token, R = T * k: slots, I: width of an expert.
+"""
+
+from collections.abc import Callable
+from typing import Unpack
+
+import torch
+from torch import Tensor, nn
+
+from isomodels.config import Routing
+from isomodels.kernels.grouped_linear import grouped_linear
+from isomodels.kernels.moe_combine import moe_combine
+from isomodels.kernels.moe_sort import moe_sort
+from isomodels.kernels.router import check_groups, route, router_logits
+from isomodels.kernels.swiglu import swiglu
+from isomodels.layers.linear import Placed, parameter
+from isomodels.layers.mlp import MLP
+
+# logits [T, E], ids [T, k], weights [T, k] -> the weights, the same bits, with a loss hung on them
+AttachLoss = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class Router(nn.Module):
+    """Chooses the experts of each token.
+
+    Attributes:
+        layer_id: index of the decoder layer.
+        capture_fn: called with the ids [T, k] int32 of each forward; the name and the place where
+            vLLM hangs its own recorder of routes.
+        replay: ids [T, k] int32 to take in the next forward instead of choosing.
+        attach_loss: a trainer's load-balancing loss.
+    """
+
+    def __init__(self, hidden_size: int, routing: Routing, layer_id: int, **placed: Unpack[Placed]):
+        super().__init__()
+        check_groups(routing.num_experts, routing.top_k, routing.n_group, routing.topk_group)
+        self.routing = routing
+        self.layer_id = layer_id
+        self.capture_fn: Callable[[Tensor], None] | None = None
+        self.replay: Tensor | None = None
+        self.attach_loss: AttachLoss | None = None
+        self.weight = parameter(routing.num_experts, hidden_size, **placed)
+        # fp32 in a model of any dtype: bf16 would give many experts the same bias
+        bias = torch.empty(routing.num_experts, dtype=torch.float32, device=placed.get("device"))
+        self.register_buffer("e_score_correction_bias", bias if routing.correction_bias else None)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [T, H] -> (ids [T, k] int32, weights [T, k] fp32)."""
+        one = self.routing
+        logits = router_logits(x, self.weight)  # [T, E] fp32
+        weights, ids = route(
+            logits,
+            one.top_k,
+            one.scoring,
+            one.normalize,
+            one.scale,
+            self.e_score_correction_bias,
+            one.n_group,
+            one.topk_group,
+            self.replay,
+        )
+        if self.capture_fn is not None:
+            self.capture_fn(ids)
+        if self.attach_loss is not None:
+            weights = self.attach_loss(logits, ids, weights)
+        return ids, weights
+
+
+class Experts(nn.Module):
+    """SwiGLU experts; their parameters are never cut, only divided among ranks as wholes."""
+
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, num_experts: int, **placed: Unpack[Placed]
+    ):
+        super().__init__()
+        self.num_experts = num_experts
+        self.gate_up_proj = parameter(num_experts, 2 * intermediate_size, hidden_size, **placed)
+        self.down_proj = parameter(num_experts, hidden_size, intermediate_size, **placed)
+
+    def forward(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        shared: Tensor | None = None,
+        shared_gate: Tensor | None = None,
+    ) -> Tensor:
+        """The weighted sum over a token's experts, plus what the shared experts gave.
+
+        x [T, H], ids [T, k] int32, weights [T, k] fp32, shared [T, H], shared_gate [T, 1] fp32
+        -> [T, H]. One module for all of it: between sort and sum, rows are no tokens.
+        """
+        offsets, order, places = moe_sort(ids, self.num_experts)
+        gate_up = grouped_linear(x, self.gate_up_proj, offsets, order, places)  # [R, 2I]
+        y = grouped_linear(swiglu(gate_up), self.down_proj, offsets)  # [R, I] -> [R, H]
+        return moe_combine(y, weights, places, shared, shared_gate)
+
+
+class SharedExpertGate(nn.Module):
+    """x [T, H] -> logit [T, 1] fp32 of the shared expert's factor."""
+
+    def __init__(self, hidden_size: int, **placed: Unpack[Placed]):
+        super().__init__()
+        self.weight = parameter(1, hidden_size, **placed)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, H] -> [T, 1] fp32."""
+        return router_logits(x, self.weight)
+
+
+class MoE(nn.Module):
+    """A feed-forward of experts.
+
+    Args:
+        hidden_size: H.
+        intermediate_size: width of an expert.
+        routing: how tokens go to experts.
+        layer_id: index of the decoder layer.
+        shared_size: width of the shared experts together, or None.
+        gated: whether a gate weighs the shared experts.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        routing: Routing,
+        layer_id: int,
+        *,
+        shared_size: int | None = None,
+        gated: bool = False,
+        **placed: Unpack[Placed],
+    ):
+        super().__init__()
+        self.gate = Router(hidden_size, routing, layer_id, **placed)
+        self.experts = Experts(hidden_size, intermediate_size, routing.num_experts, **placed)
+        self.shared_experts = None
+        if shared_size is not None:
+            self.shared_experts = MLP(hidden_size, shared_size, **placed)
+        self.shared_expert_gate = SharedExpertGate(hidden_size, **placed) if gated else None
+
+    @property
+    def router(self) -> Router:
+        """The name that helpers of Megatron's trainers look for."""
+        return self.gate
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, H] -> [T, H]."""
+        ids, weights = self.gate(x)
+        shared = None if self.shared_experts is None else self.shared_experts(x)
+        gate = None if self.shared_expert_gate is None else self.shared_expert_gate(x)
+        return self.experts(x, ids, weights, shared, gate)

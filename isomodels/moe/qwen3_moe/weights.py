@@ -1,0 +1,10 @@
+"""Checkpoint tensors of Qwen3-MoE."""
+
+from isomodels.layers.weights import decoder_rules
+from isomodels.moe.qwen3_moe.config import Qwen3MoeConfig
+from isomodels.weights_conv.rules import Rule
+
+
+def rules(config: Qwen3MoeConfig) -> tuple[Rule, ...]:
+    """The conversion table of one config."""
+    return decoder_rules(config, qkv_bias=False, qk_norm=True)
