@@ -9,6 +9,7 @@ process beside its baseline (an engine, a training step) runs in processes of it
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -121,6 +122,35 @@ def in_turns(
             if sample >= 2:
                 collected.append(begin.elapsed_time(end) / calls)
     return [summary(collected) for collected in times]
+
+
+def kernel_times(call: Callable[[], object]) -> dict[str, Any]:
+    """Kernels of one call and their time; see `kernels_of`."""
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        call()
+        torch.cuda.synchronize()
+    return kernels_of(profiler)
+
+
+def kernels_of(profiler: Any, steps: int = 1) -> dict[str, Any]:
+    """What a profiler saw of `steps` steps, for one of them.
+
+    Returns:
+        `busy_us` and `launches` of all kernels, and `kernels`, the longest of them: microseconds,
+        launches, name.
+    """
+    kernels = [
+        (event.self_device_time_total / steps, event.count / steps, event.key)
+        for event in profiler.key_averages()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    ]
+    kernels.sort(reverse=True)
+    return {
+        "busy_us": sum(us for us, _, _ in kernels),
+        "launches": sum(count for _, count, _ in kernels),
+        "kernels": kernels[:40],
+    }
 
 
 def summary(times: Sequence[float]) -> tuple[float, float]:
