@@ -5,7 +5,7 @@ that is loaded and saved again has the same tensors, bit for bit.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from isomodels.weights_conv.rules import (
     check_tied,
     dtype_name,
     iter_module,
+    pinned,
     resolve,
     same_bits,
     shorten,
@@ -159,7 +160,7 @@ def save_checkpoint(
         )
     hf = to_hf(checkpoint.rules, state, optional=checkpoint.tensors.keys())
     check_tensors(checkpoint.rules, hf)
-    dtype = next(iter(hf.values())).dtype
+    dtype = _module_dtype(checkpoint, state)
     write_checkpoint(
         out_dir,
         hf,
@@ -202,7 +203,8 @@ def convert_checkpoint(
         raise CheckpointError(f"{out_dir} is the source itself: give another folder")
     check_round_trip(checkpoint)
     dtype = dtype or checkpoint.dtype
-    tensors = _Cast(checkpoint.tensors, dtype)
+    kept = {source.name for rule in checkpoint.rules for source in rule.sources if source.dtype}
+    tensors = _Cast(checkpoint.tensors, dtype, kept)
     write_checkpoint(
         out_dir,
         tensors,
@@ -230,13 +232,14 @@ def check_round_trip(checkpoint: Checkpoint) -> None:
 
 
 class _Cast(Mapping[str, Tensor]):
-    """The tensors of a mapping, rounded to one dtype when they are read."""
+    """The tensors of a mapping, rounded to one dtype when they are read, except those `kept`."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], dtype: torch.dtype):
-        self.tensors, self.dtype = tensors, dtype
+    def __init__(self, tensors: Mapping[str, Tensor], dtype: torch.dtype, kept: Collection[str]):
+        self.tensors, self.dtype, self.kept = tensors, dtype, kept
 
     def __getitem__(self, name: str) -> Tensor:
-        return self.tensors[name].to(self.dtype)
+        tensor = self.tensors[name]
+        return tensor if name in self.kept else tensor.to(self.dtype)
 
     def __contains__(self, name: object) -> bool:
         return name in self.tensors  # without reading the tensor
@@ -275,9 +278,9 @@ def _fill(module: nn.Module, checkpoint: Checkpoint, cast: bool) -> None:
     state = module.state_dict()
     if any(tensor.is_meta for tensor in state.values()):
         raise ValueError("the module is on the meta device: a copy to it does nothing")
-    wrong = {tensor.dtype for tensor in state.values()} - {checkpoint.dtype}
-    if wrong and not cast:
-        asked = dtype_name(wrong.pop())
+    dtype = _module_dtype(checkpoint, state)
+    if dtype != checkpoint.dtype and not cast:
+        asked = dtype_name(dtype)
         raise CheckpointError(
             f"{checkpoint.path} is {dtype_name(checkpoint.dtype)}, {asked} was asked for: "
             "ask for a cast, or convert the checkpoint first"
@@ -289,6 +292,28 @@ def _fill(module: nn.Module, checkpoint: Checkpoint, cast: bool) -> None:
         filled.add(name)
     if filled != state.keys():
         raise ValueError(f"no rule fills {shorten(state.keys() - filled)}")
+
+
+def _module_dtype(checkpoint: Checkpoint, state: Mapping[str, Tensor]) -> torch.dtype:
+    """The one dtype of a module's tensors, beside those whose dtype the rules pin.
+
+    Raises:
+        CheckpointError: naming the tensors of another dtype.
+    """
+    own = pinned(checkpoint.rules)
+    dtypes = {tensor.dtype for name, tensor in state.items() if name not in own}
+    wrong = [
+        f"{name} is {dtype_name(state[name].dtype)} instead of {dtype_name(dtype)}"
+        for name, dtype in own.items()
+        if name in state and state[name].dtype != dtype
+    ]
+    if len(dtypes) != 1:
+        wrong.append(f"parameters are {', '.join(sorted(map(dtype_name, dtypes)))}")
+    if wrong:
+        raise CheckpointError(
+            f"the module was cast in part or beyond what {checkpoint.path} allows: {shorten(wrong)}"
+        )
+    return dtypes.pop()
 
 
 def _config_file(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, str]:

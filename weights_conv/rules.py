@@ -20,24 +20,30 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class Source:
-    """One HF tensor."""
+    """One HF tensor; `dtype` where it has its own, whatever the checkpoint's."""
 
     name: str
     shape: tuple[int, ...]
+    dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True)
 class Same:
-    """The module's tensor is the HF tensor, under the same name unless `hf_name` is given."""
+    """The module's tensor is the HF tensor, under the same name unless `hf_name` is given.
+
+    `dtype` pins a tensor whose precision must not follow the checkpoint's: no load, cast or save
+    changes it.
+    """
 
     name: str
     shape: tuple[int, ...]
     hf_name: str | None = None
+    dtype: torch.dtype | None = None
 
     @property
     def sources(self) -> tuple[Source, ...]:
         """The HF tensors, in the order of `join`."""
-        return (Source(self.hf_name or self.name, self.shape),)
+        return (Source(self.hf_name or self.name, self.shape, self.dtype),)
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """HF tensors -> module tensor."""
@@ -222,7 +228,8 @@ def check_tensors(
     Args:
         rules: the architecture's table.
         hf: HF name -> tensor.
-        dtype: what every tensor must have; None: anything, but one for all.
+        dtype: what every tensor without a dtype of its own must have; None: anything, but one
+            for all.
 
     Raises:
         CheckpointError: naming all that is missing, left over, misshapen or mistyped.
@@ -230,17 +237,20 @@ def check_tensors(
     chosen = resolve(rules, hf)
     expected = _sources(chosen)
     optional = {rule.name for rule in chosen if isinstance(rule, Tied)}
-    if dtype is None and hf:
-        dtype = next(iter(hf.values())).dtype
+    if dtype is None:
+        dtype = next((hf[n].dtype for n, s in expected.items() if n in hf and not s.dtype), None)
     missing = expected.keys() - optional - hf.keys()
     left_over = hf.keys() - expected.keys()
-    shapes, dtypes = [], []
+    shapes: list[str] = []
+    mistyped: dict[torch.dtype, list[str]] = {}
     for name in sorted(expected.keys() & hf.keys()):
         tensor = hf[name]
-        if tuple(tensor.shape) != expected[name]:
-            shapes.append(f"{name} is {list(tensor.shape)} instead of {list(expected[name])}")
-        if tensor.dtype != dtype:
-            dtypes.append(f"{name} is {dtype_name(tensor.dtype)}")
+        source = expected[name]
+        if tuple(tensor.shape) != source.shape:
+            shapes.append(f"{name} is {list(tensor.shape)} instead of {list(source.shape)}")
+        wanted = source.dtype or dtype
+        if wanted is not None and tensor.dtype != wanted:
+            mistyped.setdefault(wanted, []).append(f"{name} is {dtype_name(tensor.dtype)}")
     problems = []
     if missing:
         problems.append(f"{_count(missing)} missing: {shorten(missing)}")
@@ -248,10 +258,15 @@ def check_tensors(
         problems.append(f"{_count(left_over)} left over: {shorten(left_over)}")
     if shapes:
         problems.append(f"wrong shape: {shorten(shapes)}")
-    if dtypes and dtype is not None:
-        problems.append(f"{dtype_name(dtype)} expected: {shorten(dtypes)}")
+    for wanted, names in mistyped.items():
+        problems.append(f"{dtype_name(wanted)} expected: {shorten(names)}")
     if problems:
         raise CheckpointError("the weights do not fit the config: " + "; ".join(problems))
+
+
+def pinned(rules: Rules) -> dict[str, torch.dtype]:
+    """The module's tensors that have a dtype of their own, by name."""
+    return {rule.name: rule.dtype for rule in rules if isinstance(rule, Same) and rule.dtype}
 
 
 def check_tied(rules: Rules, hf: Mapping[str, Tensor]) -> None:
@@ -342,13 +357,13 @@ def to_hf(
     return hf
 
 
-def _sources(rules: Sequence[Resolved]) -> dict[str, tuple[int, ...]]:
-    expected: dict[str, tuple[int, ...]] = {}
+def _sources(rules: Sequence[Resolved]) -> dict[str, Source]:
+    expected: dict[str, Source] = {}
     for rule in rules:
         for source in rule.sources:
             if source.name in expected:
                 raise ValueError(f"two rules use {source.name}")
-            expected[source.name] = source.shape
+            expected[source.name] = source
     return expected
 
 
