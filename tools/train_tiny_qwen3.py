@@ -126,8 +126,8 @@ def main() -> None:
     texts = documentation()
     with tempfile.TemporaryDirectory() as folder:
         start = Path(folder)
-        tokenizer = train_tokenizer(texts, start)
         start_checkpoint(start)
+        tokenizer = train_tokenizer(texts, start)
         ids = [i for text in texts for i in (*tokenizer.encode(text).ids, 0)]
         print(f"{len(texts)} texts, {len(ids)} tokens")
         columns = (TextColumn("{task.description}"), MofNCompleteColumn(), TimeRemainingColumn())

@@ -6,6 +6,7 @@ import sys
 import tempfile
 import traceback
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -22,11 +23,22 @@ def parity(
         Path | None,
         typer.Option(help="Hugging Face folder (config.json, *.safetensors)."),
     ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder with a config.json: random weights of these shapes are drawn on the "
+            "device, with the logits' spread of a trained model."
+        ),
+    ] = None,
+    num_layers: Annotated[
+        int | None,
+        typer.Option(min=1, help="With --config: so many layers instead of the config's."),
+    ] = None,
     arch: Annotated[
         str | None,
         typer.Option(
-            help="HF class name. Without --checkpoint: a tiny random model of it "
-            f"[default: {DEFAULT_ARCH}]. With one: what it must be."
+            help="HF class name. Alone: a tiny random model of it "
+            f"[default: {DEFAULT_ARCH}]. With --checkpoint or --config: what it must be."
         ),
     ] = None,
     dtype: Annotated[
@@ -39,6 +51,20 @@ def parity(
     device: Annotated[
         str, typer.Option(help="cpu or cuda: what vLLM and Megatron run on here.")
     ] = "cpu",
+    workload: Annotated[
+        str,
+        typer.Option(
+            help="quick: sequences to 512 tokens, batches to 8, some 40,000 comparisons. full: to "
+            "8,192 tokens and 256, over a million; for a GPU."
+        ),
+    ] = "quick",
+    max_num_batched_tokens: Annotated[
+        int | None,
+        typer.Option(min=16, help="Rows of an engine's step [default: 128 or 2048]."),
+    ] = None,
+    stock: Annotated[
+        bool, typer.Option(help="Also compare vLLM's and transformers' own models.")
+    ] = True,
     seed: Annotated[int, typer.Option(min=0, help="Of prompts, sampling and random weights.")] = 0,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Also write the report as JSON.")
@@ -50,23 +76,38 @@ def parity(
     Exit code: 0 every case was entered and nothing differs; 1 a difference, or a case that was not
     entered; 2 bad input; 3 vLLM, Megatron or this command failed.
 
+    vLLM's model runner is chosen as vLLM chooses it: VLLM_USE_V2_MODEL_RUNNER=0 or 1.
+
     Example: isomodels parity --arch MiMoForCausalLM --dtype float32
     """
     from isomodels.config import DTYPES
     from isomodels.parity.remote import ProcessError
     from isomodels.parity.report import as_json, print_report
-    from isomodels.parity.run import run_parity
+    from isomodels.parity.run import check_device, run_parity
+    from isomodels.parity.workload import WORKLOADS
 
-    if dtype is not None and dtype not in DTYPES:
-        raise UnsupportedError(f"--dtype {dtype}: choose one of {', '.join(DTYPES)}")
+    for option, value, known in (("dtype", dtype, DTYPES), ("workload", workload, WORKLOADS)):
+        if value is not None and value not in known:
+            raise UnsupportedError(f"--{option} {value}: choose one of {', '.join(known)}")
+    if checkpoint is not None and config is not None:
+        raise UnsupportedError("--checkpoint and --config: give one of them")
+    if num_layers is not None and config is None:
+        raise UnsupportedError("--num-layers is only for --config")
+    sizes = WORKLOADS[workload]
+    if max_num_batched_tokens is not None:
+        sizes = replace(sizes, max_num_batched_tokens=max_num_batched_tokens)
+    check_device(device)
     _check_writable(json_file)
     # Ending by a signal, too, must end the processes below and remove what they left.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     console, progress = Console(), Console(stderr=True)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="isomodels-")))
-        chosen = _choose(checkpoint, arch, dtype, seed, folder)
-        status = stack.enter_context(progress.status("starting"))
+        status = stack.enter_context(progress.status("making the checkpoint"))
+        if checkpoint is not None:
+            chosen = _given(checkpoint, arch, dtype, folder)
+        else:
+            chosen = _drawn(config, num_layers, arch, dtype, seed, device, folder)
 
         def say(what: str) -> None:
             status.update(what)
@@ -74,7 +115,9 @@ def parity(
                 progress.print(what, highlight=False)
 
         try:
-            report = run_parity(chosen, device=device, seed=seed, say=say)
+            report = run_parity(
+                chosen, device=device, seed=seed, workload=sizes, stock=stock, say=say
+            )
         except IsoError:
             raise
         except Exception as error:  # an uncaught one would exit with 1, "a difference"
@@ -82,8 +125,8 @@ def parity(
                 traceback.print_exc()
             typer.echo(f"error: {error}", err=True)
             raise typer.Exit(3) from None
-        if checkpoint is not None:
-            report.checkpoint = str(checkpoint)
+        if (source := checkpoint or config) is not None:
+            report.checkpoint = str(source)
     print_report(report, console)
     if json_file:
         json_file.write_text(json.dumps(as_json(report), indent=2, allow_nan=False) + "\n")
@@ -91,23 +134,48 @@ def parity(
         raise typer.Exit(1)
 
 
-def _choose(
-    checkpoint: Path | None, arch: str | None, dtype: str | None, seed: int, folder: Path
-) -> Path:
-    """The checkpoint to run: as given, cast, or random."""
+def _given(checkpoint: Path, arch: str | None, dtype: str | None, folder: Path) -> Path:
+    """The user's checkpoint, or a copy cast to another dtype."""
     from isomodels.checkpoint import convert_checkpoint
     from isomodels.config import DTYPES, read_config
-    from isomodels.parity.checkpoints import random_checkpoint
 
-    if checkpoint is None:
-        name = arch or DEFAULT_ARCH
-        return random_checkpoint(folder / "random", name, dtype or "bfloat16", seed)
     spec, config = read_config(checkpoint)
-    if arch is not None and arch != spec.architecture:
-        raise CheckpointError(f"{checkpoint} is {spec.architecture}, not {arch} (--arch)")
+    _check_arch(checkpoint, spec.architecture, arch)
     if dtype is not None and dtype != config.dtype:
         return convert_checkpoint(checkpoint, folder / "cast", dtype=DTYPES[dtype]).path
     return checkpoint
+
+
+def _drawn(
+    config: Path | None,
+    num_layers: int | None,
+    arch: str | None,
+    dtype: str | None,
+    seed: int,
+    device: str,
+    folder: Path,
+) -> Path:
+    """A checkpoint with random weights."""
+    from isomodels.config import load_config_dict, read_config
+    from isomodels.parity.checkpoints import random_checkpoint, tiny_config
+
+    if config is None:
+        raw = tiny_config(arch or DEFAULT_ARCH)
+    else:
+        raw = load_config_dict(config)
+        spec, parsed = read_config(raw)
+        _check_arch(config, spec.architecture, arch)
+        dtype = dtype or parsed.dtype
+        if num_layers is not None:
+            raw["num_hidden_layers"] = num_layers
+            if raw.get("layer_types"):
+                raw["layer_types"] = raw["layer_types"][:num_layers]
+    return random_checkpoint(folder / "random", raw, dtype or "bfloat16", seed, device)
+
+
+def _check_arch(source: Path, architecture: str, asked: str | None) -> None:
+    if asked not in (None, architecture):
+        raise CheckpointError(f"{source} is {architecture}, not {asked} (--arch)")
 
 
 def _check_writable(file: Path | None) -> None:

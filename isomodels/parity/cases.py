@@ -1,12 +1,14 @@
 """Counting, for each case, how many logprobs were compared and how many differ in a bit."""
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
-from isomodels.vllm.engine import Result, Step
+from isomodels.vllm.results import Result, Step
+
+Logprobs = npt.NDArray[np.float32]
 
 ENGINE_CASES = (
     "engine_prefill",
@@ -26,9 +28,10 @@ def cases_of(device: str) -> tuple[str, ...]:
     return (*ENGINE_CASES, *graphs, *TRAINER_CASES)
 
 
-def same_bits(a: float, b: float) -> bool:
-    """Whether two fp32 values have one bit pattern."""
-    return np.float32(a).view(np.int32) == np.float32(b).view(np.int32)
+def different_bits(ours: Logprobs, reference: Logprobs) -> npt.NDArray[np.bool_]:
+    """Where two fp32 arrays of one shape have other bit patterns."""
+    different: npt.NDArray[np.bool_] = ours.view(np.int32) != reference.view(np.int32)
+    return different
 
 
 @dataclass
@@ -43,17 +46,16 @@ class Tally:
     max_abs: float = 0.0
     not_finite: int = 0
 
-    def add(self, ours: float, reference: float) -> bool:
-        """Compare two fp32 values by bit pattern; True if they differ."""
-        self.compared += 1
-        finite = math.isfinite(ours) and math.isfinite(reference)
-        self.not_finite += not finite
-        if same_bits(ours, reference):
-            return False
-        self.differ += 1
-        if finite:
-            self.max_abs = max(self.max_abs, abs(ours - reference))
-        return True
+    def add(self, ours: Logprobs, reference: Logprobs) -> npt.NDArray[np.bool_]:
+        """Compare two fp32 arrays [n] by bit pattern -> [n], where they differ."""
+        different = different_bits(ours, reference)
+        finite = np.isfinite(ours) & np.isfinite(reference)
+        self.compared += len(ours)
+        self.differ += int(different.sum())
+        self.not_finite += int((~finite).sum())
+        distance = np.abs(ours[finite].astype(np.float64) - reference[finite])
+        self.max_abs = max(self.max_abs, float(distance.max(initial=0.0)))
+        return different
 
     def merge(self, other: "Tally") -> None:
         """Add another tally of the same case."""
@@ -82,35 +84,51 @@ class Comparison:
         self.first: Difference | None = None
 
     def _add(
-        self, case: str, token_ids: tuple[int, ...], position: int, ours: float, reference: float
+        self,
+        token_ids: tuple[int, ...],
+        cases: npt.NDArray[np.str_],
+        first: int,
+        ours: Logprobs,
+        reference: Logprobs,
     ) -> None:
-        if self.tallies[case].add(ours, reference) and self.first is None:
-            self.first = Difference(case, token_ids, position, ours, reference)
+        """Tokens first, first + 1, ... of one sequence: case, logprob and reference of each."""
+        if len(ours) != len(reference):
+            raise ValueError(f"{len(ours)} logprobs and {len(reference)} references")
+        differs = np.zeros(len(ours), dtype=bool)
+        for case in np.unique(cases):
+            chosen = cases == case
+            differs[chosen] = self.tallies[str(case)].add(ours[chosen], reference[chosen])
+        if self.first is None and differs.any():
+            i = int(differs.argmax())
+            values = float(ours[i]), float(reference[i])
+            self.first = Difference(str(cases[i]), token_ids, first + i, *values)
 
-    def add_engine(self, results: Iterable[Result], reference: Sequence[Sequence[float]]) -> None:
+    def add_engine(self, results: Iterable[Result], reference: Sequence[Logprobs]) -> None:
         """Engine results against the trainer's logprobs of the same sequences.
 
         `reference[i][p - 1]` is the trainer's logprob of token p of sequence i.
         """
         for result, expected in zip(results, reference, strict=True):
             token_ids = sequence(result)
-            for p, logprob in enumerate(result.prompt_logprobs or (), start=1):
-                self._add(result.prompt_case(), token_ids, p, logprob, expected[p - 1])
-            for i, token in enumerate(result.tokens):
-                p = len(result.prompt) + i
-                self._add(result.case(i), token_ids, p, token.logprob, expected[p - 1])
+            prompt = result.prompt_logprobs or []
+            sampled = [token.logprob for token in result.tokens]
+            cases = [result.prompt_case()] * len(prompt)
+            cases += [result.case(i) for i in range(len(sampled))]
+            # The prompt's logprobs, if any, end where those of the samples begin.
+            first = len(result.prompt) - len(prompt)
+            ours = np.array([*prompt, *sampled], np.float32)
+            self._add(token_ids, np.array(cases), first, ours, expected[first - 1 :])
 
     def add_trainer(
         self,
         case: str,
         sequences: Iterable[tuple[int, ...]],
-        ours: Sequence[Sequence[float]],
-        reference: Sequence[Sequence[float]],
+        ours: Sequence[Logprobs],
+        reference: Sequence[Logprobs],
     ) -> None:
         """Another way of the trainer against its forward pass."""
         for token_ids, row, expected in zip(sequences, ours, reference, strict=True):
-            for p, (a, b) in enumerate(zip(row, expected, strict=True), start=1):
-                self._add(case, token_ids, p, a, b)
+            self._add(token_ids, np.full(len(row), case), 1, row, expected)
 
 
 def sequence(result: Result) -> tuple[int, ...]:
@@ -122,6 +140,8 @@ def counters(results: Sequence[Result], steps: Sequence[Step], device: str) -> d
     """What the engine's scheduler did, as proof that the cases were entered."""
     counted = {
         "steps": len(steps),
+        "rows_in_the_largest_decode": max(step.decode_rows for step in steps),
+        "tokens_in_the_longest_sequence": max(len(sequence(r)) for r in results),
         "steps_mixing_prefill_and_decode": sum(
             bool(step.prefill_rows and step.decode_rows) for step in steps
         ),

@@ -6,33 +6,46 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from isomodels.config import read_config
 from isomodels.registry import get_spec, load_object
-from isomodels.weights_conv.rules import Tied
+from isomodels.weights_conv.rules import Tied, resolve
+from isomodels.weights_conv.write import write_checkpoint
 
 _LOGIT_SPREAD = 3.0  # standard deviation of the logits: flat ones would hide a last bit
 
 
-def random_checkpoint(path: Path, architecture: str, dtype: str, seed: int) -> Path:
-    """Write a tiny checkpoint with random weights.
+def tiny_config(architecture: str) -> dict[str, Any]:
+    """Content of a small config.json without its dtype.
+
+    Raises:
+        UnsupportedError: for an architecture that isomodels does not have.
+    """
+    return dict(load_object(get_spec(architecture).tiny))
+
+
+def random_checkpoint(
+    path: Path, raw: Mapping[str, Any], dtype: str, seed: int, device: str = "cpu"
+) -> Path:
+    """Write a checkpoint with random weights, whose logits spread like a trained model's.
 
     Args:
-        path: folder to write, made if absent.
-        architecture: HF class name.
+        path: folder to write.
+        raw: content of config.json; its dtype is replaced.
         dtype: "float32" or "bfloat16".
         seed: of the weights.
+        device: where they are drawn; each kind of device draws other weights.
 
     Returns:
         `path`.
 
     Raises:
-        UnsupportedError: for an architecture that isomodels does not have.
+        ConfigError, UnsupportedError: for a config that isomodels cannot run.
+        CheckpointError: the folder cannot be written.
     """
-    raw = {**load_object(get_spec(architecture).tiny), "dtype": dtype}
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed)
+    raw = {k: v for k, v in raw.items() if k != "torch_dtype"} | {"dtype": dtype}
     return draw_checkpoint(path, raw, lambda name, shape: _draw(name, shape, generator))
 
 
@@ -42,7 +55,7 @@ def draw_checkpoint(
     """Write a checkpoint of a config, its tensors drawn one by one in the order of the rules.
 
     Args:
-        path: folder to write, made if absent.
+        path: folder to write.
         raw: content of config.json.
         draw: HF name and shape -> values, which are rounded to the config's dtype.
 
@@ -51,20 +64,18 @@ def draw_checkpoint(
     """
     spec, config = read_config(raw)
     tensors = {
-        source.name: draw(source.name, source.shape).to(config.torch_dtype)
-        for rule in load_object(spec.weights)(config)
+        source.name: draw(source.name, source.shape).to(config.torch_dtype).cpu()
+        for rule in resolve(load_object(spec.weights)(config), ())
         if not isinstance(rule, Tied)
         for source in rule.sources
     }
-    path.mkdir(parents=True, exist_ok=True)
-    (path / "config.json").write_text(json.dumps(raw, indent=2))
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    write_checkpoint(path, tensors, files={"config.json": json.dumps(raw, indent=2)})
     return path
 
 
 def _draw(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    normal = torch.randn(shape, generator=generator)
+    normal = torch.randn(shape, generator=generator, device=generator.device)
     if len(shape) == 1:
         return 0.3 * normal if name.endswith(".bias") else 1.0 + 0.2 * normal
     gain = _LOGIT_SPREAD if "embed_tokens" in name or "lm_head" in name else 1.0
-    return normal * (gain / shape[1] ** 0.5)
+    return normal * (gain / shape[-1] ** 0.5)

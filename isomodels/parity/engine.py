@@ -1,21 +1,32 @@
 """The engine's side of parity, run in a process of its own."""
 
 from collections.abc import Sequence
+from typing import Any
 
-from isomodels.parity.workload import DEVICE_LIMITS, ENGINE_LIMITS
+from isomodels.config import read_config
+from isomodels.parity.workload import BLOCK_SIZE, Workload
 from isomodels.vllm.engine import Engine, Request, Result, Step
 
 
 class ParityEngine:
     """A vLLM engine with limits that make it chunk, cache and preempt."""
 
-    def __init__(self, checkpoint: str, dtype: str, seed: int, device: str):
-        limits = {**ENGINE_LIMITS, **DEVICE_LIMITS[device]}
+    def __init__(self, checkpoint: str, dtype: str, seed: int, device: str, workload: Workload):
+        limits = {
+            **workload.engine_limits(),
+            **device_limits(checkpoint, device, workload.num_blocks),
+        }
         self.engine = Engine(checkpoint, dtype=dtype, seed=seed, **limits)
 
-    def run(self, requests: Sequence[Request], seed: int) -> tuple[list[Result], list[Step]]:
+    def model_runner(self) -> str:
+        """Which of vLLM's model runners runs: "V1" or "V2"."""
+        return self.engine.model_runner
+
+    def run(
+        self, requests: Sequence[Request], seed: int, graphs: bool
+    ) -> tuple[list[Result], list[Step]]:
         """Run requests to their end."""
-        return self.engine.run(requests, seed=seed), self.engine.steps
+        return self.engine.run(requests, seed=seed, graphs=graphs), self.engine.steps
 
     def reload(self, path: str) -> None:
         """Load other weights into the live engine."""
@@ -28,3 +39,22 @@ class ParityEngine:
     def close(self) -> None:
         """Stop the engine."""
         self.engine.close()
+
+
+def device_limits(checkpoint: str, device: str, num_blocks: int) -> dict[str, Any]:
+    """Arguments of `vllm.LLM` for an engine that shares its GPU with a trainer.
+
+    vLLM would size its cache by what is free, while the trainer takes its own memory.
+    """
+    if device == "cpu":
+        return {}
+    _, config = read_config(checkpoint)
+    numbers_a_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    return {
+        "enforce_eager": False,
+        "gpu_memory_utilization": 0.02,  # only asked to be free at the start
+        "kv_cache_memory_bytes": num_blocks
+        * BLOCK_SIZE
+        * numbers_a_token
+        * config.torch_dtype.itemsize,
+    }

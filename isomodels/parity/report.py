@@ -16,9 +16,12 @@ def as_json(report: Report) -> dict[str, Any]:
     return {
         "arch": report.architecture,
         "checkpoint": report.checkpoint,
+        "num_layers": report.num_layers,
         "dtype": report.dtype,
         "device": report.device,
+        "vllm_model_runner": report.model_runner,
         "seed": report.seed,
+        "workload": {**asdict(report.workload), "scored": list(report.workload.scored)},
         "versions": report.versions,
         "cases": {case: asdict(report.total(case)) for case in report.cases},
         "phases": {
@@ -74,8 +77,9 @@ def print_report(report: Report, console: Console) -> None:
 
 def _table(report: Report) -> Table:
     table = Table(
-        title=f"{report.architecture}, {report.dtype}, {report.device}: logprobs of vLLM and "
-        "Megatron by bit pattern, before and after a weight update",
+        title=f"{report.architecture}, {report.num_layers} layers, {report.dtype}, "
+        f"{report.device}: logprobs of vLLM ({report.model_runner} runner) and Megatron by bit "
+        "pattern, before and after a weight update",
         title_justify="left",
     )
     table.add_column("case", no_wrap=True)

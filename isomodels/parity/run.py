@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from isomodels.config import read_config
@@ -17,15 +18,16 @@ from isomodels.parity.cases import (
     MIN_COMPARED,
     Comparison,
     Difference,
+    Logprobs,
     Tally,
     cases_of,
     counters,
-    same_bits,
+    different_bits,
     sequence,
 )
 from isomodels.parity.remote import ProcessError, Remote
 from isomodels.parity.stock import StockDifference
-from isomodels.parity.workload import MAX_MODEL_LEN, PromptSource, rounds
+from isomodels.parity.workload import WORKLOADS, PromptSource, Workload, rounds
 
 PHASES = ("before_update", "after_update")
 _OPTIMIZER_STEPS = 2
@@ -53,10 +55,13 @@ class Report:
 
     architecture: str
     checkpoint: str
+    num_layers: int
     dtype: str
     device: str
     seed: int
+    workload: Workload
     versions: dict[str, str]
+    model_runner: str = ""
     phases: dict[str, Comparison] = field(default_factory=dict)
     counters: dict[str, dict[str, int]] = field(default_factory=dict)
     changed_by_update: int = 0
@@ -108,6 +113,8 @@ def run_parity(
     *,
     device: str = "cpu",
     seed: int = 0,
+    workload: Workload = WORKLOADS["quick"],
+    stock: bool = True,
     say: Say = lambda _: None,
     engine_checkpoint: Path | None = None,
 ) -> Report:
@@ -117,6 +124,8 @@ def run_parity(
         checkpoint: Hugging Face folder; its dtype is the one computed in.
         device: "cpu" or "cuda": what the hosts of this machine run on.
         seed: of prompts, sampling and the trainer.
+        workload: sizes of the run.
+        stock: also compare what the two sides give without isomodels.
         say: told what is going on.
         engine_checkpoint: other weights for the engine at its start, to see a fault found.
 
@@ -128,17 +137,19 @@ def run_parity(
     """
     check_device(device)
     spec, config = read_config(checkpoint)
-    if config.max_position_embeddings < MAX_MODEL_LEN:
+    if config.max_position_embeddings < workload.max_model_len:
         raise UnsupportedError(
-            f"{checkpoint}: parity needs max_position_embeddings of at least {MAX_MODEL_LEN}, "
-            f"it is {config.max_position_embeddings}"
+            f"{checkpoint}: this workload needs max_position_embeddings of at least "
+            f"{workload.max_model_len}, it is {config.max_position_embeddings}"
         )
     report = Report(
         architecture=spec.architecture,
         checkpoint=str(checkpoint),
+        num_layers=config.num_hidden_layers,
         dtype=config.dtype,
         device=device,
         seed=seed,
+        workload=workload,
         versions=_versions(),
     )
     with ExitStack() as stack:
@@ -152,6 +163,7 @@ def run_parity(
                 dtype=config.dtype,
                 seed=seed,
                 device=device,
+                workload=workload,
             )
         )
         trainer = stack.enter_context(
@@ -162,18 +174,20 @@ def run_parity(
                 dtype=config.dtype,
                 seed=seed,
                 lr=_LEARNING_RATE,
+                max_tokens=workload.microbatch,
             )
         )
         source = PromptSource(checkpoint, config.vocab_size, seed)
         engine.result()
+        report.model_runner = engine.call("model_runner")
         trainer.result()
         sequences, forward = _phase(report, PHASES[0], engine, trainer, source, say)
 
-        stock = stack.enter_context(Remote("stock", "isomodels.parity.stock:Stock"))
-        stock.result()
-        stock.submit(
-            "compare", str(checkpoint), config.dtype, device, _spread(sequences, _STOCK_SEQUENCES)
-        )
+        if stock:
+            stock_sides = stack.enter_context(Remote("stock", "isomodels.parity.stock:Stock"))
+            stock_sides.result()
+            chosen = _spread(sequences, _STOCK_SEQUENCES)
+            stock_sides.submit("compare", str(checkpoint), config.dtype, device, chosen)
 
         say(f"{_OPTIMIZER_STEPS} optimizer steps, then the weights go to the live engine")
         trained = _spread(sequences, _TRAINED_SEQUENCES)
@@ -181,16 +195,17 @@ def run_parity(
         updated = folder / "updated"
         trainer.call("save", str(updated))
         again = trainer.call("score", sequences)
-        old_and_new = zip(_flat(forward), _flat(again), strict=True)
-        report.changed_by_update = sum(not same_bits(old, new) for old, new in old_and_new)
+        changed = different_bits(np.concatenate(forward), np.concatenate(again))
+        report.changed_by_update = int(changed.sum())
         engine.call("reload", str(updated))
         _phase(report, PHASES[1], engine, trainer, source, say)
 
-        say("stock vLLM against stock transformers, for comparison")
-        try:
-            report.stock = stock.result()
-        except ProcessError as error:  # all that was compared is still reported
-            report.stock_fault = f"the stock comparison failed: {error}"
+        if stock:
+            say("stock vLLM against stock transformers, for comparison")
+            try:
+                report.stock = stock_sides.result()
+            except ProcessError as error:  # all that was compared is still reported
+                report.stock_fault = f"the stock comparison failed: {error}"
     return report
 
 
@@ -209,12 +224,12 @@ def check_device(device: str) -> None:
 
 def _phase(
     report: Report, phase: str, engine: Remote, trainer: Remote, source: PromptSource, say: Say
-) -> tuple[list[tuple[int, ...]], list[list[float]]]:
+) -> tuple[list[tuple[int, ...]], list[Logprobs]]:
     """All rounds on the current weights; the sequences and the trainer's logprobs of them."""
     results, steps = [], []
-    for number, one in enumerate(rounds(source, report.device)):
+    for number, one in enumerate(rounds(source, report.device, report.workload)):
         say(f"{phase.replace('_', ' ')}: {one.aim}")
-        made, log = engine.call("run", one.requests, report.seed + number)
+        made, log = engine.call("run", one.requests, report.seed + number, one.graphs)
         results.append(made)
         steps += log
         # The trainer works on these tokens while the engine samples the next.
@@ -236,18 +251,15 @@ def _phase(
         forward += trained["forward"]
     if comparison.first is not None and report.place is None:
         say("a logprob differs: looking for the first operation")
-        report.place = _locate(phase, comparison.first, engine, trainer, report.device)
+        report.place = _locate(phase, comparison.first, engine, trainer)
     return sequences, forward
 
 
-def _locate(
-    phase: str, difference: Difference, engine: Remote, trainer: Remote, device: str
-) -> Place:
+def _locate(phase: str, difference: Difference, engine: Remote, trainer: Remote) -> Place:
     """The first operation whose output differs at the token, by prefill and then by decode."""
     history = difference.token_ids[: difference.position]  # the token itself is only a target
     theirs = trainer.call("trace", history)
-    # A decode that replays a graph runs no Python that could look at it.
-    ways = ("prefill", "decode") if device == "cpu" and len(history) > 1 else ("prefill",)
+    ways = ("prefill", "decode") if len(history) > 1 else ("prefill",)
     for way in ways:
         for name, value in engine.call("trace", history, way == "decode").items():
             if theirs.get(name) != value:

@@ -9,11 +9,14 @@ import numpy as np
 import torch
 
 from isomodels.config import DTYPES, load_config_dict, read_config
-from isomodels.parity.workload import DEVICE_LIMITS, MAX_MODEL_LEN
+from isomodels.parity.engine import device_limits
+from isomodels.parity.workload import BLOCK_SIZE
 from isomodels.registry import load_object
 from isomodels.vllm.engine import Engine, Request
 from isomodels.weights_conv.files import read_tensors
-from isomodels.weights_conv.rules import Carried, Tied
+from isomodels.weights_conv.rules import Carried, Stack, Tied, resolve
+
+_MAX_MODEL_LEN = 512  # longer sequences are cut
 
 
 @dataclass(frozen=True)
@@ -33,16 +36,19 @@ class Stock:
         self, checkpoint: str, dtype: str, device: str, sequences: Sequence[Sequence[int]]
     ) -> StockDifference:
         """Score every token of `sequences` with both."""
+        sequences = [s[:_MAX_MODEL_LEN] for s in sequences]
         hf = _transformers_logprobs(Path(checkpoint), dtype, device, sequences)
+        pages = 8 * _MAX_MODEL_LEN // BLOCK_SIZE
+        limits = {**device_limits(checkpoint, device, pages), "enforce_eager": True}
         with Engine(
             checkpoint,
             dtype=dtype,
             model_impl="vllm",
-            max_model_len=MAX_MODEL_LEN,
+            max_model_len=_MAX_MODEL_LEN,
             skip_tokenizer_init=True,
-            **{**DEVICE_LIMITS[device], "enforce_eager": True},
+            **limits,
         ) as engine:
-            longest = MAX_MODEL_LEN - 1  # vLLM samples at least one token more
+            longest = _MAX_MODEL_LEN - 1  # vLLM samples at least one token more
             requests = [Request(s[:longest], prompt_logprobs=True) for s in sequences]
             results = engine.run(requests)
         vllm = np.array([x for r in results for x in r.prompt_logprobs or ()], np.float32)
@@ -83,9 +89,13 @@ def load_transformers(checkpoint: Path, dtype: torch.dtype) -> Any:
     fields = {k: v for k, v in raw.items() if k not in ("architectures", "model_type")}
     model = model_class(model_class.config_class(**fields)).to(dtype).eval()
     hf = read_tensors(checkpoint)
-    rules = load_object(spec.weights)(config)
-    names = {s.name for r in rules if not isinstance(r, Carried | Tied) for s in r.sources}
-    state = {name: hf[name].to(dtype) for name in names}
+    state = {}
+    for rule in resolve(load_object(spec.weights)(config), hf):
+        if isinstance(rule, Stack):  # in memory transformers has them as the module has
+            state[rule.name] = rule.join([hf[source.name] for source in rule.sources])
+        elif not isinstance(rule, Carried | Tied):
+            state |= {source.name: hf[source.name] for source in rule.sources}
+    state = {name: tensor.to(dtype) for name, tensor in state.items()}
     if config.tie_word_embeddings:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
     model.load_state_dict(state, strict=True)

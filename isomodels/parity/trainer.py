@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from isomodels.batch import Batch
@@ -9,14 +11,21 @@ from isomodels.config import DTYPES
 from isomodels.megatron.trainer import Trainer
 
 Sequences = Sequence[Sequence[int]]
-Logprobs = list[list[float]]  # a Python float holds an fp32 value exactly
+Logprobs = list[npt.NDArray[np.float32]]  # of each sequence
 
 
 class ParityTrainer:
-    """A Megatron trainer that answers in plain lists."""
+    """A Megatron trainer that answers in arrays of the host."""
 
-    def __init__(self, checkpoint: str, dtype: str, seed: int, lr: float):
-        self.trainer = Trainer(checkpoint, dtype=DTYPES[dtype], seed=seed, lr=lr, recompute=True)
+    def __init__(self, checkpoint: str, dtype: str, seed: int, lr: float, max_tokens: int):
+        self.trainer = Trainer(
+            checkpoint,
+            dtype=DTYPES[dtype],
+            seed=seed,
+            lr=lr,
+            recompute=True,
+            max_tokens=max_tokens,
+        )
 
     def cases(self, sequences: Sequences) -> dict[str, Logprobs]:
         """Logprobs of the same tokens in every way a trainer computes them.
@@ -28,15 +37,15 @@ class ParityTrainer:
         with self.trainer.without_recompute():
             forward = self.trainer.forward_logprobs(sequences)
         return {
-            "forward": _lists(forward),
+            "forward": _arrays(forward),
             "score": self.score(sequences),
-            "recompute": _lists(self.trainer.recompute_logprobs(sequences)),
-            "alone": _lists(self._alone(sequences)),
+            "recompute": _arrays(self.trainer.recompute_logprobs(sequences)),
+            "alone": _arrays(self._alone(sequences)),
         }
 
     def score(self, sequences: Sequences) -> Logprobs:
         """Logprobs without gradients."""
-        return _lists(self.trainer.score(sequences))
+        return _arrays(self.trainer.score(sequences))
 
     @torch.no_grad()
     def _alone(self, sequences: Sequences) -> list[torch.Tensor]:
@@ -66,5 +75,6 @@ class ParityTrainer:
         self.trainer.close()
 
 
-def _lists(rows: Sequence[torch.Tensor]) -> Logprobs:
-    return [row.tolist() for row in rows]
+def _arrays(rows: Sequence[torch.Tensor]) -> Logprobs:
+    everything = torch.cat(list(rows)).cpu().numpy()
+    return np.split(everything, np.cumsum([len(row) for row in rows])[:-1])

@@ -2,38 +2,91 @@
 
 import inspect
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from isomodels.errors import CheckpointError
-from isomodels.vllm.engine import Request
+from isomodels.vllm.results import Request
 
 BLOCK_SIZE = 16
-MAX_TOKENS_A_STEP = 128
-MAX_MODEL_LEN = 512
-# Too few pages for the sequences of the last round: the scheduler has to preempt.
-NUM_BLOCKS = 36
-
-ENGINE_LIMITS: dict[str, Any] = {
-    "max_model_len": MAX_MODEL_LEN,
-    "max_num_batched_tokens": MAX_TOKENS_A_STEP,
-    "max_num_seqs": 8,
-    "block_size": BLOCK_SIZE,
-    "num_gpu_blocks_override": NUM_BLOCKS,
-    "enable_prefix_caching": True,
-    "enable_chunked_prefill": True,
-    "skip_tokenizer_init": True,
-}
-# The trainer and the stock model need room on the same GPU.
-DEVICE_LIMITS: dict[str, dict[str, Any]] = {
-    "cpu": {},
-    "cuda": {"enforce_eager": False, "gpu_memory_utilization": 0.3},
-}
 
 _SHORT = (1, 2, 3, 7, 15, 16, 17, 31, 33, 47, 63, 64, 65, 100)
 _LONG = (257, 300, 400)
-_SHARED_PREFIX = 160
+# Around and beyond the 2,048 keys after which the GPU's attention merges segments.
+_LONGER = (1000, 2047, 2048, 2049, 4095, 4096, 4097, 5003, 6200)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Sizes of a run.
+
+    Attributes:
+        max_model_len: longest sequence.
+        max_num_batched_tokens: rows of one step: longer prompts are cut into chunks.
+        max_num_seqs: largest batch.
+        num_blocks: pages of 16 tokens, too few for the sequences of the round that preempts.
+        scored: lengths of the prompts whose logprobs are compared.
+        prefixes: (length, requests that share it).
+        crowded: requests that need more than all pages.
+        emptying: requests of the batch that decodes until one is left, with CUDA graphs and
+            without.
+        emptying_tokens: what the longest of them samples.
+        microbatch: tokens of a microbatch of the trainer.
+    """
+
+    max_model_len: int
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    num_blocks: int
+    scored: tuple[int, ...]
+    prefixes: tuple[tuple[int, int], ...]
+    crowded: int
+    emptying: int
+    emptying_tokens: int
+    microbatch: int
+
+    def engine_limits(self) -> dict[str, Any]:
+        """Arguments of `vllm.LLM`."""
+        return {
+            "max_model_len": self.max_model_len,
+            "max_num_batched_tokens": self.max_num_batched_tokens,
+            "max_num_seqs": self.max_num_seqs,
+            "block_size": BLOCK_SIZE,
+            "num_gpu_blocks_override": self.num_blocks,
+            "enable_prefix_caching": True,
+            "enable_chunked_prefill": True,
+            "skip_tokenizer_init": True,
+        }
+
+
+WORKLOADS = {
+    "quick": Workload(
+        max_model_len=512,
+        max_num_batched_tokens=128,
+        max_num_seqs=8,
+        num_blocks=36,
+        scored=(*_SHORT, *_LONG),
+        prefixes=((160, 9),),
+        crowded=8,
+        emptying=7,
+        emptying_tokens=80,
+        microbatch=4096,
+    ),
+    "full": Workload(
+        max_model_len=8192,
+        max_num_batched_tokens=2048,
+        max_num_seqs=256,
+        num_blocks=2048,
+        scored=(*_SHORT, *_LONG, *range(20, 620, 10), *_LONGER),
+        prefixes=((160, 24), (2100, 12), (4200, 6)),
+        crowded=256,
+        emptying=256,
+        emptying_tokens=128,
+        microbatch=8192,
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -42,6 +95,7 @@ class Round:
 
     aim: str
     requests: list[Request]
+    graphs: bool = True
 
 
 class PromptSource:
@@ -87,15 +141,34 @@ def _documentation_ids(checkpoint: Path, vocab_size: int) -> list[int]:
     return ids if len(set(ids)) > 100 else []
 
 
-def rounds(source: PromptSource, device: str) -> list[Round]:
+def rounds(source: PromptSource, device: str, workload: Workload) -> Iterator[Round]:
     """Runs of the engine; arrivals are spread so that steps mix prefill and decode."""
-    scored = [
-        Request(source.draw(n), max_tokens=24, prompt_logprobs=True, arrival=2 * i)
-        for i, n in enumerate((*_SHORT, *_LONG))
-    ]
-    prefix = source.draw(_SHARED_PREFIX)
-    shared = [
-        Request(
+    yield Round(
+        "prompts scored whole and in chunks",
+        [
+            Request(source.draw(n), max_tokens=24, prompt_logprobs=True, arrival=2 * i)
+            for i, n in enumerate(workload.scored)
+        ],
+    )
+    yield Round(
+        "shared prefixes from the cache",
+        [
+            request
+            for length, count in workload.prefixes
+            for request in _sharing(source, length, count)
+        ],
+    )
+    crowd = [Request(source.draw(60 + i % 64), max_tokens=100) for i in range(workload.crowded)]
+    yield Round("more sequences than pages", crowd)
+    if device == "cuda":
+        yield Round("a batch that empties, with CUDA graphs", _emptying(source, workload))
+        yield Round("a batch that empties, without", _emptying(source, workload), graphs=False)
+
+
+def _sharing(source: PromptSource, length: int, count: int) -> Iterator[Request]:
+    prefix = source.draw(length)
+    for i in range(count):
+        yield Request(
             prefix + source.draw(5 + 7 * i),
             max_tokens=32,
             temperature=0.7 if i % 2 else 1.0,
@@ -103,17 +176,14 @@ def rounds(source: PromptSource, device: str) -> list[Round]:
             n=2 if i == 4 else 1,
             arrival=5 * i,
         )
-        for i in range(9)
+
+
+def _emptying(source: PromptSource, workload: Workload) -> list[Request]:
+    """Requests that end one after another: the batch takes every size down to one."""
+    count, longest = workload.emptying, workload.emptying_tokens
+    return [
+        Request(
+            source.draw(9 + i % 32), max_tokens=1 + (i + 1) * (longest - 1) // count, arrival=i % 2
+        )
+        for i in range(count)
     ]
-    crowded = [Request(source.draw(60 + i), max_tokens=100) for i in range(8)]
-    found = [
-        Round("prompts scored whole and in chunks", scored),
-        Round("a shared prefix from the cache", shared),
-        Round("more sequences than pages", crowded),
-    ]
-    if device == "cuda":
-        # A step with a prefill in it replays no graph: its other rows are decoded eagerly.
-        decoding = [Request(source.draw(9 + i), max_tokens=55) for i in range(6)]
-        passing = [Request(source.draw(60), max_tokens=1, arrival=3 + i) for i in range(50)]
-        found.append(Round("decode beside prefill, without graphs", decoding + passing))
-    return found

@@ -10,6 +10,7 @@ from typing import Any
 from isomodels.config import read_config
 from isomodels.errors import UnsupportedError
 from isomodels.registry import ArchSpec
+from isomodels.vllm.versions import V2_RUNNER_VERSIONS, vllm_version
 
 # What each mode becomes inside vLLM; see `IsoModelsForCausalLM.compute_logits`.
 _LOGPROBS_MODES = {"raw_logprobs": "raw_logits", "processed_logprobs": "processed_logits"}
@@ -96,8 +97,9 @@ def _device_refusals(vllm_config: Any) -> tuple[tuple[bool, str], ...]:
             "the GPU kernels were checked on Hopper (compute capability 9.0) only",
         ),
         (
-            bool(vllm_config.use_v2_model_runner),
-            "vLLM's V2 model runner was not checked: set VLLM_USE_V2_MODEL_RUNNER=0",
+            bool(vllm_config.use_v2_model_runner) and vllm_version() not in V2_RUNNER_VERSIONS,
+            f"the V2 model runner of vLLM {vllm_version()} was not checked: set "
+            "VLLM_USE_V2_MODEL_RUNNER=0",
         ),
         (
             bool(envs.VLLM_BATCH_INVARIANT),
@@ -257,10 +259,15 @@ def _set_logprobs(vllm_config: Any) -> None:
 
     model = vllm_config.model_config
     processors = list(model.logits_processors or ())
-    if model.logprobs_mode == "processed_logprobs":
-        processors += NORMALIZE
-    if current_platform.is_cpu() and vllm_config.scheduler_config.enable_chunked_prefill:
-        processors.append(REFUSE_SEEDS)
+    processed = model.logprobs_mode == "processed_logprobs"
+    if vllm_config.use_v2_model_runner:
+        if processed:  # the sampler normalises: see `isomodels.vllm.sampling_v2`
+            processors.append("isomodels.vllm.sampling_v2:CheckProcessed")
+    else:
+        if processed:
+            processors += NORMALIZE
+        if current_platform.is_cpu() and vllm_config.scheduler_config.enable_chunked_prefill:
+            processors.append(REFUSE_SEEDS)
     model.logits_processors = processors or None
     model.logprobs_mode = _LOGPROBS_MODES[model.logprobs_mode]
 

@@ -8,15 +8,19 @@ import contextlib
 import gc
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from isomodels.errors import HostError
 from isomodels.trace import trace_rows
 from isomodels.vllm.plugin import MODEL_IMPL
+from isomodels.vllm.results import Request, Result, Step, Token
+
+__all__ = ["Engine", "Request", "Result", "Step", "Token"]
 
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -25,111 +29,7 @@ _ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
-    # The V2 runner, vLLM's default on CUDA, was not checked.
-    "VLLM_USE_V2_MODEL_RUNNER": "0",
 }
-
-
-@dataclass(frozen=True)
-class Request:
-    """One prompt.
-
-    Attributes:
-        prompt: token ids.
-        max_tokens: tokens to sample; the end-of-sequence token does not stop earlier.
-        temperature, top_p: 0 is greedy.
-        prompt_logprobs: ask for the logprobs of the prompt. vLLM then reads no cached prefix.
-        n: samples of this prompt.
-        arrival: step of the run at which the request is handed in.
-        allowed_token_ids: the only tokens that may be sampled; None: all.
-    """
-
-    prompt: Sequence[int]
-    max_tokens: int = 1
-    temperature: float = 1.0
-    top_p: float = 1.0
-    prompt_logprobs: bool = False
-    n: int = 1
-    arrival: int = 0
-    allowed_token_ids: Sequence[int] | None = None
-
-
-@dataclass(frozen=True)
-class Token:
-    """One sampled token and how it was computed.
-
-    Attributes:
-        id: token id.
-        logprob: the engine's fp32 value; a Python float holds it exactly.
-        step: step of the run that made it.
-        rows: rows of its request in that step: 1 is a decode.
-        history: tokens of its request that had been computed (or cached) before that step.
-        preemptions: how often its request had been preempted by then.
-        replayed: its step was a replay of a CUDA graph.
-    """
-
-    id: int
-    logprob: float
-    step: int
-    rows: int
-    history: int
-    preemptions: int
-    replayed: bool = False
-
-
-@dataclass
-class Result:
-    """One sampled sequence.
-
-    Attributes:
-        request, sample: index of the request in the run, and of the sample within it.
-        prompt: token ids.
-        tokens: sampled tokens.
-        prompt_logprobs: fp32 logprobs of prompt tokens 1, 2, ... or None.
-        chunks: (start, end) of each step that computed prompt tokens, up to the first sample.
-        num_cached_tokens: prompt tokens found in the prefix cache.
-        preemptions: of the whole sequence.
-    """
-
-    request: int
-    sample: int
-    prompt: tuple[int, ...]
-    tokens: list[Token] = field(default_factory=list)
-    prompt_logprobs: list[float] | None = None
-    chunks: list[tuple[int, int]] = field(default_factory=list)
-    num_cached_tokens: int = 0
-    preemptions: int = 0
-
-    def case(self, index: int) -> str:
-        """Case of sampled token `index`, by the scheduler's account."""
-        token = self.tokens[index]
-        if token.preemptions:
-            return "engine_resume"
-        if self.num_cached_tokens:
-            return "engine_prefix_hit"
-        if index:
-            return "engine_decode_graph" if token.replayed else "engine_decode"
-        return self.prompt_case()
-
-    def prompt_case(self) -> str:
-        """Case of the prompt's logprobs."""
-        if self.tokens and self.tokens[0].preemptions:
-            return "engine_resume"
-        return "engine_chunked_prefill" if len(self.chunks) > 1 else "engine_prefill"
-
-
-@dataclass(frozen=True)
-class Step:
-    """One step of the scheduler: how many rows and requests it computed of each kind.
-
-    `replayed`: a CUDA graph was replayed, and Python did not run the model.
-    """
-
-    prefill_rows: int
-    prefill_requests: int
-    decode_rows: int
-    resumed_requests: int
-    replayed: bool = False
 
 
 class Engine:
@@ -180,6 +80,7 @@ class Engine:
         self._engine = self.llm.llm_engine
         self._scheduler = self._engine.engine_core.engine_core.scheduler
         self._model = self.llm.apply_model(lambda model: model)[0]
+        self._runner = self.llm.collective_rpc(lambda worker: worker.model_runner)[0]
         self._check_class(model_impl)
         self._watch_scheduler()
         self._ran = False
@@ -190,12 +91,20 @@ class Engine:
         """Module and name of the class that vLLM built."""
         return f"{type(self._model).__module__}.{type(self._model).__qualname__}"
 
-    def run(self, requests: Sequence[Request], seed: int | None = None) -> list[Result]:
+    @property
+    def model_runner(self) -> str:
+        """Which of vLLM's two model runners runs here: "V1" or "V2"."""
+        return "V2" if self._engine.vllm_config.use_v2_model_runner else "V1"
+
+    def run(
+        self, requests: Sequence[Request], seed: int | None = None, *, graphs: bool = True
+    ) -> list[Result]:
         """Runs requests to their end, step by step.
 
         Args:
             requests: handed in when their `arrival` comes.
-            seed: starts the sampler's generator anew.
+            seed: starts the sampler's generators anew.
+            graphs: replay CUDA graphs where there are any; False runs every step eagerly.
 
         Returns:
             One result a sample, by request and sample. `steps` holds the steps of this run.
@@ -205,9 +114,11 @@ class Engine:
         """
         if seed is not None:
             torch.manual_seed(seed)
+            np.random.seed(seed)  # the V2 runner draws each request's seed from here
         self.steps, self._live = [], {}
         try:
-            results = list(self._steps_of(requests))
+            with contextlib.nullcontext() if graphs else self._without_graphs():
+                results = list(self._steps_of(requests))
         except BaseException:
             self._engine.abort_request([str(i) for i in range(len(requests))])
             raise
@@ -226,8 +137,8 @@ class Engine:
 
         Raises:
             ValueError: `decode` and fewer than two tokens.
-            HostError: `decode` and a CUDA graph was replayed: Python hooks do not run then. Start
-                the engine with `enforce_eager=True`, its default here.
+            HostError: vLLM replayed a CUDA graph, under which no Python runs, although it was
+                told not to.
         """
         request = Request(tuple(token_ids), temperature=0.0)
         if decode:
@@ -242,14 +153,11 @@ class Engine:
             handle = core.register_forward_pre_hook(lambda *_: hashes.clear())
             try:
                 self.llm.reset_prefix_cache()
-                self.run([request])
+                self.run([request], graphs=False)
             finally:
                 handle.remove()
         if self.steps[-1].replayed:
-            raise HostError(
-                "the decode step was a replay of a CUDA graph, which Python cannot trace: "
-                "start the engine with enforce_eager=True"
-            )
+            raise HostError("vLLM replayed a CUDA graph, which Python cannot trace")
         return hashes
 
     def reload(self, path: Path | str) -> None:
@@ -263,7 +171,7 @@ class Engine:
         self._engine.engine_core.shutdown()
         with contextlib.suppress(AttributeError):
             del self._scheduler.schedule
-        del self._model, self._scheduler, self._engine, self.llm
+        del self._model, self._runner, self._scheduler, self._engine, self.llm
         from vllm.distributed import cleanup_dist_env_and_memory
 
         cleanup_dist_env_and_memory()
@@ -350,6 +258,23 @@ class Engine:
 
         self._scheduler.schedule = watched
 
+    @contextlib.contextmanager
+    def _without_graphs(self) -> Iterator[None]:
+        """Steps that run eagerly, as under `enforce_eager`, in an engine that has graphs.
+
+        Each model runner asks one object, by one flag, whether there are graphs to replay.
+        """
+        if self.model_runner == "V2":
+            owner, flag = self._runner.cudagraph_manager, "_graphs_captured"
+        else:
+            owner, flag = self._runner.cudagraph_dispatcher, "keys_initialized"
+        captured = getattr(owner, flag)
+        setattr(owner, flag, False)
+        try:
+            yield
+        finally:
+            setattr(owner, flag, captured)
+
     def _note_forward(self, *_: Any) -> None:
         self._ran = True
 
@@ -363,26 +288,28 @@ class Engine:
 
     def _note(self, output: Any) -> None:
         """Notes one step: `output` is the scheduler's decision."""
-        cached = output.scheduled_cached_reqs
+        cached, new = output.scheduled_cached_reqs, output.scheduled_new_reqs
         before = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        before |= {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
-        kinds = {"prefill": 0, "decode": 0, "requests": 0}
-        for name, rows in output.num_scheduled_tokens.items():
+        before |= {one.req_id: one.num_computed_tokens for one in new}
+        # The V2 runner is told of a resumed request as of a new one.
+        resumed = len(cached.resumed_req_ids) + sum(
+            self._scheduler.requests[one.req_id].num_preemptions > 0 for one in new
+        )
+        rows, prefills = {True: 0, False: 0}, 0  # rows by: is it a prefill?
+        for name, count in output.num_scheduled_tokens.items():
             request, history = self._scheduler.requests[name], before[name]
-            prefill = history < request.num_prompt_tokens or rows > 1
-            kinds["prefill" if prefill else "decode"] += rows
-            kinds["requests"] += prefill
+            prefill = history < request.num_prompt_tokens or count > 1
+            rows[prefill] += count
+            prefills += prefill
             if (result := self._live.get(name)) is None:
                 continue
             result.preemptions = request.num_preemptions
             if not result.tokens and not request.num_preemptions:
                 if not result.chunks:
                     result.num_cached_tokens = history
-                result.chunks.append((history, history + rows))
-            if history + rows >= request.num_tokens:
+                result.chunks.append((history, history + count))
+            if history + count >= request.num_tokens:
                 result.tokens.append(
-                    Token(-1, 0.0, len(self.steps), rows, history, request.num_preemptions)
+                    Token(-1, 0.0, len(self.steps), count, history, request.num_preemptions)
                 )
-        self.steps.append(
-            Step(kinds["prefill"], kinds["requests"], kinds["decode"], len(cached.resumed_req_ids))
-        )
+        self.steps.append(Step(rows[True], prefills, rows[False], resumed))

@@ -37,6 +37,9 @@ class IsoModelsForCausalLM(nn.Module):
         # The engine hands back what `compute_logits` returns in both modes that IsoModelsConfig
         # leaves; in processed mode the logits are normalised after the temperature.
         self.normalize = model_config.logprobs_mode == "raw_logits"
+        if not self.normalize:
+            # The V2 model runner asks a model for its state, which owns the sampler.
+            self.get_model_state_cls = _normalizing_state
         self.core = load_object(self.spec.model)(
             self.config, dtype=model_config.dtype, device=vllm_config.device_config.device
         ).requires_grad_(False)
@@ -128,3 +131,9 @@ class IsoModelsForCausalLM(nn.Module):
         bounds = [*range(0, num_tokens, self.max_model_len), num_tokens]
         device = next(self.core.parameters()).device
         return Batch.packed(torch.tensor(bounds, dtype=torch.int32, device=device))
+
+
+def _normalizing_state() -> type:
+    from isomodels.vllm.sampling_v2 import NormalizingState  # the V2 runner's modules
+
+    return NormalizingState

@@ -6,6 +6,8 @@ import importlib.util
 from isomodels.errors import HostError
 
 CHECKED_VERSIONS = ("0.30.0", "0.31.0", "0.32.0")
+# Where vLLM's second model runner, the default on CUDA, was run too.
+V2_RUNNER_VERSIONS = ("0.32.0",)
 
 
 def vllm_version() -> str | None:

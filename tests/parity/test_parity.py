@@ -12,12 +12,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from isomodels.parity.cases import cases_of
-from isomodels.parity.checkpoints import random_checkpoint
+from isomodels.parity.checkpoints import random_checkpoint, tiny_config
 from isomodels.parity.run import run_parity
 
 ISOMODELS = Path(sys.executable).with_name("isomodels")
 
 CASES = cases_of("cpu")
+QWEN3 = tiny_config("Qwen3ForCausalLM")
 
 
 def _run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -61,7 +62,7 @@ def test_every_case_has_equal_bits_on_a_gpu() -> None:
 
 
 def test_one_weight_off_by_one_ulp_is_found_and_named(tmp_path: Path) -> None:
-    trainer = random_checkpoint(tmp_path / "trainer", "Qwen3ForCausalLM", "float32", seed=3)
+    trainer = random_checkpoint(tmp_path / "trainer", QWEN3, "float32", seed=3)
     engine = tmp_path / "engine"
     shutil.copytree(trainer, engine)
     tensors = load_file(engine / "model.safetensors")
@@ -108,7 +109,7 @@ def _config_of(folder: Path, **changes: object) -> None:
 
 
 def test_damaged_checkpoints_are_bad_input(tmp_path: Path) -> None:
-    sound = random_checkpoint(tmp_path / "sound", "Qwen3ForCausalLM", "float32", seed=0)
+    sound = random_checkpoint(tmp_path / "sound", QWEN3, "float32", seed=0)
 
     def refused(name: str) -> str:
         done = _run("--checkpoint", str(tmp_path / name), "--json", str(tmp_path / "report.json"))
@@ -152,7 +153,7 @@ def test_no_vllm_and_a_vllm_that_was_not_checked_are_bad_input(tmp_path: Path) -
 
 
 def test_a_checkpoint_of_another_architecture_than_asked_is_refused(tmp_path: Path) -> None:
-    random_checkpoint(tmp_path / "c", "MiMoForCausalLM", "float32", seed=0)
+    random_checkpoint(tmp_path / "c", tiny_config("MiMoForCausalLM"), "float32", seed=0)
     done = _run("--checkpoint", str(tmp_path / "c"), "--arch", "Qwen3ForCausalLM")
     assert done.returncode == 2
     assert "MiMoForCausalLM" in done.stderr
