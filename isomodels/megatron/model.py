@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from isomodels.errors import UnsupportedError
 from isomodels.kernels.logprob import log_normalize
+from isomodels.megatron.experts import prepare_experts
 from isomodels.megatron.inputs import read_tokens
 
 
@@ -99,6 +100,9 @@ class IsoLanguageModel(LanguageModule):
         pg_collection: Megatron's process groups; the global ones by default.
         parallel_output: without tensor parallelism both values mean the same.
 
+    Attributes:
+        load_balancing_losses: of the last training forward, by layer index; see `experts`.
+
     Raises:
         UnsupportedError: for process groups of more than data parallelism.
         ValueError: where a tensor of the core is not of `config.params_dtype`.
@@ -133,6 +137,7 @@ class IsoLanguageModel(LanguageModule):
         self.output_layer = OutputLayer(core)
         self._check_dtypes()
         self._recomputed = _recomputed_layers(config, core.model.layers)
+        self.load_balancing_losses = prepare_experts(config, core)
         self.setup_embeddings_and_output_layer()
         for param in self.parameters():
             set_defaults_if_not_set_tensor_model_parallel_attributes(param)

@@ -35,7 +35,6 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "attention_dropout": (0.0,),
     "batch_invariant_mode": (False,),
     "window_size": (None,),
-    "num_moe_experts": (None,),
     "mtp_num_layers": (None, 0),
     "multi_latent_attention": (False,),
     "experimental_attention_variant": (None,),
@@ -66,6 +65,24 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "overlap_moe_expert_parallel_comm": (False,),
     "init_model_with_meta_device": (False,),
 }
+# The same of a model without experts, and of one with them.
+_NEUTRAL_DENSE: dict[str, tuple[object, ...]] = {"num_moe_experts": (None,)}
+_NEUTRAL_MOE: dict[str, tuple[object, ...]] = {
+    "moe_router_load_balancing_type": ("none", "aux_loss"),
+    "moe_z_loss_coeff": (None, 0.0),
+    "moe_input_jitter_eps": (None,),
+    "moe_token_dropping": (False,),
+    "moe_expert_capacity_factor": (None,),
+    "moe_pad_expert_input_to_capacity": (False,),
+    "moe_apply_probs_on_input": (False,),
+    "moe_latent_size": (None,),
+    "moe_shared_expert_intermediate_size": (None,),
+    "moe_router_force_load_balancing": (False,),
+    "moe_router_topk_limited_devices": (None,),
+    # isomodels.layers.routes records and replays
+    "moe_enable_routing_replay": (False,),
+    "moe_layer_recompute": (False,),
+}
 
 
 def transformer_config(config: Any, **overrides: Any) -> TransformerConfig:
@@ -87,6 +104,7 @@ def transformer_config(config: Any, **overrides: Any) -> TransformerConfig:
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
+        **({} if config.routing is None else {"moe_router_load_balancing_type": "none"}),
         **overrides,
     }
     unknown = sorted(fields.keys() - TransformerConfig.__dataclass_fields__.keys())
@@ -99,7 +117,8 @@ def transformer_config(config: Any, **overrides: Any) -> TransformerConfig:
 
 def architecture_fields(config: Any) -> dict[str, Any]:
     """The fields of `TransformerConfig` that the checkpoint decides."""
-    return {
+    fields = {} if config.routing is None else _moe_fields(config)
+    return fields | {
         "num_layers": config.num_hidden_layers,
         "hidden_size": config.hidden_size,
         "ffn_hidden_size": config.intermediate_size,
@@ -115,6 +134,31 @@ def architecture_fields(config: Any) -> dict[str, Any]:
     }
 
 
+def _moe_fields(config: Any) -> dict[str, Any]:
+    routing, groups = config.routing, config.routing.n_group > 1
+    return {
+        "num_moe_experts": routing.num_experts,
+        "moe_ffn_hidden_size": config.moe_intermediate_size,
+        "moe_layer_freq": [int(config.is_sparse(i)) for i in range(config.num_hidden_layers)],
+        "moe_router_topk": routing.top_k,
+        "moe_router_score_function": routing.scoring,
+        # The softmax of the chosen logits is that of all, divided by its sum over the chosen.
+        # (Megatron refuses the former for one expert.)
+        "moe_router_pre_softmax": not routing.normalize or routing.top_k == 1,
+        "moe_router_topk_scaling_factor": None if routing.scale == 1.0 else routing.scale,
+        "moe_router_enable_expert_bias": routing.correction_bias,
+        "moe_router_num_groups": routing.n_group if groups else None,
+        "moe_router_group_topk": routing.topk_group if groups else None,
+    }
+
+
+def _layer_pattern(value: Any, num_layers: int) -> Any:
+    """`moe_layer_freq` as a list: Megatron takes n for "every n-th layer, from the first"."""
+    if not isinstance(value, int) or value < 1:
+        return value
+    return [int(i % value == 0) for i in range(num_layers)]
+
+
 def check_transformer_config(built: Any, config: Any) -> None:
     """Refuses a `TransformerConfig` that asks for what the model does not do.
 
@@ -128,9 +172,12 @@ def check_transformer_config(built: Any, config: Any) -> None:
     """
     for name, expected in architecture_fields(config).items():
         value = getattr(built, name)
+        if name == "moe_layer_freq":
+            value = _layer_pattern(value, config.num_hidden_layers)
         if value != expected:
             raise ConfigError(f"TransformerConfig.{name} is {value}, the checkpoint has {expected}")
-    for name, allowed in _NEUTRAL.items():
+    family = _NEUTRAL_DENSE if config.routing is None else _NEUTRAL_MOE
+    for name, allowed in (_NEUTRAL | family).items():
         value = getattr(built, name, allowed[0])
         if value not in allowed:
             raise UnsupportedError(

@@ -53,6 +53,7 @@ class Trainer:
         max_tokens: most tokens of one microbatch (a longer sequence is a microbatch alone).
         cast: allow a checkpoint of another dtype.
         overlap: overlap gradient reduction and parameter gathering with compute.
+        load_balancing: coefficient of the routers' load-balancing loss; it moves gradients only.
 
     Without a GPU, CUDA devices are redirected to the CPU until `close` (see `cpu_redirect`).
 
@@ -79,10 +80,12 @@ class Trainer:
         max_tokens: int = 4096,
         cast: bool = False,
         overlap: bool = False,
+        load_balancing: float = 0.0,
     ):
         self.checkpoint = Path(checkpoint)
         self.recompute = recompute
         self.max_tokens = max_tokens
+        self.load_balancing = load_balancing
         self.steps = 0
         start_process()
         self._open = True
@@ -112,6 +115,11 @@ class Trainer:
                 "recompute_granularity": "full",
                 "recompute_method": "uniform",
                 "recompute_num_layers": 1,
+            }
+        if self.load_balancing:
+            overrides |= {
+                "moe_router_load_balancing_type": "aux_loss",
+                "moe_aux_loss_coeff": self.load_balancing,
             }
         _, hf_config = read_config(self.checkpoint)
         config = transformer_config(hf_config, **overrides)
