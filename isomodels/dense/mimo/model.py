@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from isomodels.dense.mimo.config import MiMoConfig
+from isomodels.layers.carried import CarriedTensors
 from isomodels.layers.decoder import CausalLM
 
 
@@ -29,23 +30,6 @@ class MiMoForCausalLM(CausalLM):
                 CarriedTensors(mtp_shapes(config), dtype, device)
                 for _ in range(config.num_nextn_predict_layers)
             )
-
-
-class CarriedTensors(nn.Module):
-    """Buffers under dotted names: saved and loaded, never run, never trained."""
-
-    def __init__(
-        self, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, device: torch.device | None
-    ):
-        super().__init__()
-        for name, shape in shapes.items():
-            *path, leaf = name.split(".")
-            owner: nn.Module = self
-            for part in path:
-                if not hasattr(owner, part):
-                    owner.add_module(part, nn.Module())
-                owner = getattr(owner, part)
-            owner.register_buffer(leaf, torch.empty(shape, dtype=dtype, device=device))
 
 
 def mtp_shapes(config: MiMoConfig) -> dict[str, tuple[int, ...]]:
