@@ -1,13 +1,18 @@
 """Tensors that a model keeps for the next save and never runs, such as MTP layers."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
-from torch import nn
+
+from isomodels.layers.pinned import PinnedBuffers
 
 
-class CarriedTensors(nn.Module):
-    """Buffers under dotted names: saved and loaded, never run, never trained."""
+class CarriedTensors(PinnedBuffers):
+    """Buffers under dotted names: saved and loaded, never run, never trained.
+
+    `pinned` names those that have a dtype of their own, whatever the model's.
+    """
 
     def __init__(
         self,
@@ -19,10 +24,12 @@ class CarriedTensors(nn.Module):
         super().__init__()
         for name, shape in shapes.items():
             *path, leaf = name.split(".")
-            owner: nn.Module = self
+            owner: Any = self
             for part in path:
                 if not hasattr(owner, part):
-                    owner.add_module(part, nn.Module())
+                    owner.add_module(part, PinnedBuffers())
                 owner = getattr(owner, part)
-            own = (pinned or {}).get(name, dtype)
-            owner.register_buffer(leaf, torch.empty(shape, dtype=own, device=device))
+            if pinned and name in pinned:
+                owner.pin_buffer(leaf, torch.empty(shape, dtype=pinned[name], device=device))
+            else:
+                owner.register_buffer(leaf, torch.empty(shape, dtype=dtype, device=device))

@@ -17,12 +17,13 @@ from isomodels.kernels.router import check_groups, route, router_logits
 from isomodels.kernels.swiglu import swiglu
 from isomodels.layers.linear import Placed, parameter
 from isomodels.layers.mlp import MLP
+from isomodels.layers.pinned import PinnedBuffers
 
 # logits [T, E], ids [T, k], weights [T, k] -> the weights, the same bits, with a loss hung on them
 AttachLoss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-class Router(nn.Module):
+class Router(PinnedBuffers):
     """Chooses the experts of each token.
 
     Attributes:
@@ -33,6 +34,8 @@ class Router(nn.Module):
         attach_loss: a trainer's load-balancing loss.
     """
 
+    e_score_correction_bias: Tensor | None
+
     def __init__(self, hidden_size: int, routing: Routing, layer_id: int, **placed: Unpack[Placed]):
         super().__init__()
         check_groups(routing.num_experts, routing.top_k, routing.n_group, routing.topk_group)
@@ -42,9 +45,12 @@ class Router(nn.Module):
         self.replay: Tensor | None = None
         self.attach_loss: AttachLoss | None = None
         self.weight = parameter(routing.num_experts, hidden_size, **placed)
-        # fp32 in a model of any dtype: bf16 would give many experts the same bias
-        bias = torch.empty(routing.num_experts, dtype=torch.float32, device=placed.get("device"))
-        self.register_buffer("e_score_correction_bias", bias if routing.correction_bias else None)
+        self.register_buffer("e_score_correction_bias", None)
+        if routing.correction_bias:
+            # fp32 in a model of any dtype: bf16 would give many experts the same bias
+            device, experts = placed.get("device"), routing.num_experts
+            bias = torch.empty(experts, dtype=torch.float32, device=device)
+            self.pin_buffer("e_score_correction_bias", bias)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [T, H] -> (ids [T, k] int32, weights [T, k] fp32)."""

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from isomodels.errors import UnsupportedError
 from isomodels.kernels.logprob import log_normalize
+from isomodels.layers.pinned import pinned_buffers
 from isomodels.megatron.experts import prepare_experts
 from isomodels.megatron.inputs import read_tokens
 
@@ -143,11 +144,13 @@ class IsoLanguageModel(LanguageModule):
             set_defaults_if_not_set_tensor_model_parallel_attributes(param)
 
     def _check_dtypes(self) -> None:
+        pinned = pinned_buffers(self.core)
         for name, tensor in [*self.core.named_parameters(), *self.core.named_buffers()]:
-            if tensor.is_floating_point() and tensor.dtype != self.config.params_dtype:
+            wanted = pinned.get(name, self.config.params_dtype)
+            if tensor.is_floating_point() and tensor.dtype != wanted:
                 raise ValueError(
-                    f"{name} is {tensor.dtype}, but the model computes in "
-                    f"{self.config.params_dtype}; casting it would change the result"
+                    f"{name} is {tensor.dtype} and must be {wanted}; casting it would change the "
+                    "result"
                 )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "IsoLanguageModel":
