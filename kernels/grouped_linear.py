@@ -55,9 +55,14 @@ def grouped_linear(
     """
     check_grouped(x, weight, offsets, order, places)
     rows = x if order is None or places is None else _gather(x, order, places)
+    bounds = offsets.tolist()
+    if bounds[-1] != len(rows):
+        raise ValueError(
+            f"grouped_linear: the offsets end at {bounds[-1]}, there are {len(rows)} rows"
+        )
     y = torch.empty(len(rows), weight.shape[1], dtype=x.dtype, device=x.device)
     with one_thread():
-        for expert, (start, end) in enumerate(pairwise(offsets.tolist())):
+        for expert, (start, end) in enumerate(pairwise(bounds)):
             if end > start:
                 y[start:end] = matmul_nt(rows[start:end], weight[expert])
     return y

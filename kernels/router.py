@@ -204,7 +204,7 @@ def _choose(choice: Tensor, top_k: int, n_group: int, topk_group: int) -> Tensor
         dim=1, descending=True, stable=True
     )  # NaN first, ties to the lowest index
     if n_group > 1:
-        groups = choice.view(len(choice), n_group, -1)
+        groups = choice.view(len(choice), n_group, choice.shape[1] // n_group)
         best = groups.sort(dim=2, descending=True).values  # [T, groups, E / groups]
         scores = best[..., 0] + best[..., 1]
         kept = scores.argsort(dim=1, descending=True, stable=True)[:, :topk_group]
