@@ -46,7 +46,10 @@ def random_checkpoint(
     """
     generator = torch.Generator(device).manual_seed(seed)
     raw = {k: v for k, v in raw.items() if k != "torch_dtype"} | {"dtype": dtype}
-    return draw_checkpoint(path, raw, lambda name, shape: _draw(name, shape, generator))
+    try:
+        return draw_checkpoint(path, raw, lambda name, shape: _draw(name, shape, generator))
+    finally:
+        torch.cuda.empty_cache()  # the hosts need the room
 
 
 def draw_checkpoint(
