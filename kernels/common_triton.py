@@ -10,6 +10,7 @@ with `enable_fp_fusion=False`, or a product and an addition may or may not becom
 # mypy: disable-error-code="no-untyped-def"
 
 import functools
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -23,6 +24,41 @@ def pairwise_sum(x, ROWS: tl.constexpr, LOG2: tl.constexpr):
     for i in tl.static_range(LOG2):
         x = tl.sum(tl.reshape(x, (ROWS, 2 ** (LOG2 - 1 - i), 2)), axis=2)
     return tl.reshape(x, (ROWS,))
+
+
+@triton.jit(do_not_specialize=["rows", "split"])
+def _sum_rows(
+    x_ptr, first_ptr, second_ptr, rows, split, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    begin, end = 0, split
+    if tl.program_id(1) == 1:
+        begin, end = split, rows
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for first in range(begin, end, ROWS):
+        row = first + tl.arange(0, ROWS)
+        mask = (row < end)[:, None] & (column < width)[None, :]
+        total += tl.load(x_ptr + row[:, None] * width + column[None, :], mask=mask, other=0.0)
+    total = tl.sum(total, axis=0)
+    if tl.program_id(1) == 0:
+        tl.store(first_ptr + column, total.to(first_ptr.dtype.element_ty), mask=column < width)
+    else:
+        tl.store(second_ptr + column, total.to(second_ptr.dtype.element_ty), mask=column < width)
+
+
+def sum_rows(x: Tensor, split: int, dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+    """Sums over the first `split` rows and over the others of x [R, N] fp32: one [N] a dtype.
+
+    For the parts of a weight's gradient that programs leave. The same from run to run.
+    """
+    rows, width = x.shape
+    sums = [torch.empty(width, dtype=dtype, device=x.device) for dtype in dtypes]
+    if sums:
+        columns = 8 if width <= 256 else 32
+        _sum_rows[(triton.cdiv(width, columns), len(sums))](
+            x, sums[0], sums[-1], rows, split, width, ROWS=4096 // columns, COLUMNS=columns
+        )
+    return sums
 
 
 def log2_ceil(n: int) -> int:

@@ -1,5 +1,5 @@
-"""Logprobs over the vocabulary: `isomodels::lm_head`, `isomodels::log_normalize` and
-`isomodels::token_logprobs`.
+"""Logprobs over the vocabulary: `isomodels::lm_head` and `isomodels::log_normalize`, the two as
+`isomodels::logprobs`, and `isomodels::token_logprobs`.
 
 Logits are fp32 sums that are never rounded to the model dtype. The normaliser takes the exact row
 maximum, then sums exponentials over the vocabulary padded with zeros to a multiple of
@@ -42,6 +42,7 @@ _LOGITS: dict[str, int | str] = {
 }
 LM_HEAD_SCHEDULE = declare(Schedule("lm_head", "torch", 1, _LOGITS))
 NORMALIZE_SCHEDULE = declare(Schedule("log_normalize", "torch", 1, _NORMALIZER))
+LOGPROBS_SCHEDULE = declare(Schedule("logprobs", "torch", 1, {**_LOGITS, **_NORMALIZER}))
 SCHEDULE = declare(Schedule("token_logprobs", "torch", 1, {**_LOGITS, **_NORMALIZER}))
 
 _TRITON_NORMALIZER: dict[str, int | str] = {
@@ -62,9 +63,9 @@ _TRITON_LOGITS: dict[str, int | str] = {
 }
 TRITON_LM_HEAD_SCHEDULE = declare(Schedule("lm_head", "triton", 1, _TRITON_LOGITS))
 TRITON_NORMALIZE_SCHEDULE = declare(Schedule("log_normalize", "triton", 1, _TRITON_NORMALIZER))
-TRITON_SCHEDULE = declare(
-    Schedule("token_logprobs", "triton", 1, {**_TRITON_LOGITS, **_TRITON_NORMALIZER})
-)
+_TRITON_BOTH = {**_TRITON_LOGITS, **_TRITON_NORMALIZER}
+TRITON_LOGPROBS_SCHEDULE = declare(Schedule("logprobs", "triton", 1, _TRITON_BOTH))
+TRITON_SCHEDULE = declare(Schedule("token_logprobs", "triton", 1, _TRITON_BOTH))
 
 
 @torch.library.custom_op("isomodels::lm_head", mutates_args=(), device_types="cpu")
@@ -96,6 +97,27 @@ def log_normalize(logits: Tensor, temperature: float = 1.0) -> Tensor:
     """
     with one_thread():
         scaled = _scale(logits, temperature)
+        row_max, log_sum = _normalizer(scaled)
+        return (scaled - row_max) - log_sum
+
+
+@torch.library.custom_op("isomodels::logprobs", mutates_args=(), device_types="cpu")
+def logprobs(hidden: Tensor, weight: Tensor, temperature: float = 1.0) -> Tensor:
+    """The bits of `log_normalize(lm_head(hidden, weight), temperature)`, without the logits.
+
+    On a GPU the logits are normalised in place: there is one [T, V] tensor.
+
+    Args:
+        hidden: [T, H], float32 or bfloat16.
+        weight: [V, H], dtype of `hidden`.
+        temperature: above 0; 1.0 leaves every bit of the logits.
+
+    Returns:
+        [T, V] fp32.
+    """
+    check_operands("logprobs", hidden, weight)
+    with one_thread():
+        scaled = _scale(matmul_nt(hidden, weight), temperature)
         row_max, log_sum = _normalizer(scaled)
         return (scaled - row_max) - log_sum
 
@@ -147,6 +169,15 @@ def _(logits: Tensor, temperature: float = 1.0) -> Tensor:
     return logprob_triton.log_normalize(logits, temperature)
 
 
+@logprobs.register_kernel("cuda")
+def _(hidden: Tensor, weight: Tensor, temperature: float = 1.0) -> Tensor:
+    from isomodels.kernels import logprob_triton
+
+    check_operands("logprobs", hidden, weight)
+    _check_scale(torch.float32, temperature)
+    return logprob_triton.logprobs(hidden, weight, temperature)
+
+
 @token_logprobs.register_kernel("cuda")
 def _(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0
@@ -185,6 +216,11 @@ def _normalizer(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 @lm_head.register_fake
 def _(hidden: Tensor, weight: Tensor) -> Tensor:
+    return hidden.new_empty(hidden.shape[0], weight.shape[0], dtype=torch.float32)
+
+
+@logprobs.register_fake
+def _(hidden: Tensor, weight: Tensor, temperature: float = 1.0) -> Tensor:
     return hidden.new_empty(hidden.shape[0], weight.shape[0], dtype=torch.float32)
 
 
@@ -268,8 +304,24 @@ def _normalize_setup(ctx: Any, inputs: tuple, output: Any) -> None:
 
 
 def _normalize_backward(ctx: Any, grad: Tensor) -> tuple:
-    (logprobs,) = ctx.saved_tensors
-    return (grad - logprobs.exp() * grad.sum(1, keepdim=True)) / ctx.temperature, None
+    (normalized,) = ctx.saved_tensors
+    return _logits_gradient(grad, normalized, ctx.temperature), None
+
+
+def _logits_gradient(grad: Tensor, normalized: Tensor, temperature: float) -> Tensor:
+    """From the gradient of the logprobs to that of the logits, both [T, V] fp32."""
+    return (grad - normalized.exp() * grad.sum(1, keepdim=True)) / temperature
+
+
+def _logprobs_setup(ctx: Any, inputs: tuple, output: Any) -> None:
+    hidden, weight, ctx.temperature = inputs
+    ctx.save_for_backward(hidden, weight, output)
+
+
+def _logprobs_backward(ctx: Any, grad: Tensor) -> tuple:
+    hidden, weight, normalized = ctx.saved_tensors
+    dlogits = _logits_gradient(grad, normalized, ctx.temperature)
+    return *_logits_backward(dlogits, hidden, weight), None
 
 
 def _token_setup(ctx: Any, inputs: tuple, output: Any) -> None:
@@ -296,4 +348,5 @@ def _token_backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple:
 
 lm_head.register_autograd(_lm_head_backward, setup_context=_lm_head_setup)
 log_normalize.register_autograd(_normalize_backward, setup_context=_normalize_setup)
+logprobs.register_autograd(_logprobs_backward, setup_context=_logprobs_setup)
 token_logprobs.register_autograd(_token_backward, setup_context=_token_setup)

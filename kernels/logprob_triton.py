@@ -19,11 +19,12 @@ from torch import Tensor
 
 from isomodels.kernels.common_triton import log2_ceil, pairwise_sum, processors, rows_of
 from isomodels.kernels.gemm_triton import TRITON_DTYPES, Config, bulk, descriptor, load_block, place
-from isomodels.kernels.linear_triton import input_gradient, tuning, weight_gradient
+from isomodels.kernels.linear_triton import input_gradient, linear, tuning, weight_gradient
 
 BLOCK, LEAVES = 128, 8
 _LOG2_BLOCK, _LOG2_LEAVES = tl.constexpr(7), tl.constexpr(3)
 _FP32_VOCAB = Config(32, 128, 32, 2, 4)
+_PART_BLOCKS, _PART_WARPS = 64, 8  # of a program that normalises a part of a row
 _CHUNK = 16384  # columns of the vocabulary whose gradient exists at a time
 
 
@@ -47,8 +48,9 @@ def fold_blocks(top_ptr, sum_ptr, row, blocks, leaf_blocks, LOG2: tl.constexpr):
     index = leaf[:, None] * leaf_blocks + block[None, :]
     mask = (block < leaf_blocks)[None, :] & (index < blocks)
     at = row.to(tl.int64) * blocks + index
-    tops = tl.load(top_ptr + at, mask=mask, other=-float("inf"))
-    sums = tl.load(sum_ptr + at, mask=mask, other=0.0)
+    # Past the first-level cache, which does not see what other multiprocessors wrote.
+    tops = tl.load(top_ptr + at, mask=mask, other=-float("inf"), cache_modifier=".cg")
+    sums = tl.load(sum_ptr + at, mask=mask, other=0.0, cache_modifier=".cg")
     leaf_top = tl.max(tops, axis=1)
     leaf_sum = pairwise_sum(sums * tl.exp(tops - _finite(leaf_top)[:, None]), 2**_LOG2_LEAVES, LOG2)
     row_top = tl.max(leaf_top, axis=0)
@@ -62,13 +64,22 @@ def _scaled(x, temperature, SCALE: tl.constexpr):
     return tl.div_rn(x, temperature) if SCALE else x
 
 
-@triton.jit
-def _block_kernel(
-    x_ptr, top_ptr, sum_ptr, vocab_size, blocks, stride, temperature,
-    SCALE: tl.constexpr, BLOCKS: tl.constexpr,
+@triton.jit(do_not_specialize=["parts"])
+def _normalize_kernel(
+    x_ptr, top_ptr, sum_ptr, out_ptr, normalizer_ptr, counter_ptr, vocab_size, blocks, leaf_blocks,
+    parts, stride, temperature,
+    SCALE: tl.constexpr, LOG2: tl.constexpr, BLOCKS: tl.constexpr, LAST: tl.constexpr = True,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    """`BLOCKS` blocks of one row stay in registers until the row's other programs have theirs.
+
+    The program that comes last folds the blocks of the row; the others wait for it. A program takes
+    its place from a counter, not from its number: while the first row in progress has places to
+    take, no program has one of a later row. So nobody waits for good where `parts` programs fit on
+    the device, whatever else runs there.
+    """
+    place = tl.atomic_add(counter_ptr, 1, sem="relaxed")
+    row = (place // parts).to(tl.int64)
+    block = (place % parts) * BLOCKS + tl.arange(0, BLOCKS)
     column = block[:, None] * 2**_LOG2_BLOCK + tl.arange(0, 2**_LOG2_BLOCK)[None, :]
     inside = column < vocab_size
     x = tl.load(x_ptr + row * stride + column, mask=inside, other=0.0)
@@ -76,18 +87,25 @@ def _block_kernel(
     top, total = block_sums(x, BLOCKS)
     tl.store(top_ptr + row * blocks + block, top, mask=block < blocks)
     tl.store(sum_ptr + row * blocks + block, total, mask=block < blocks)
-
-
-@triton.jit
-def _normalize_kernel(
-    x_ptr, top_ptr, sum_ptr, out_ptr, vocab_size, blocks, leaf_blocks, stride, temperature,
-    SCALE: tl.constexpr, LOG2: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    row_top, log_sum = fold_blocks(top_ptr, sum_ptr, row, blocks, leaf_blocks, LOG2)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = column < vocab_size
-    x = _scaled(tl.load(x_ptr + row * stride + column, mask=inside, other=0.0), temperature, SCALE)
+    tl.debug_barrier()  # all threads have stored before one of them says so
+    done_ptr = counter_ptr + 1 + 2 * row
+    if LAST:
+        if tl.atomic_add(done_ptr, 1, sem="acq_rel") == parts - 1:
+            row_top, log_sum = fold_blocks(top_ptr, sum_ptr, row, blocks, leaf_blocks, LOG2)
+            one = tl.arange(0, 1)
+            tl.store(normalizer_ptr + row * 2 + one, row_top + tl.zeros((1,), tl.float32))
+            tl.store(normalizer_ptr + row * 2 + 1 + one, log_sum)
+            tl.debug_barrier()
+            tl.atomic_add(done_ptr + 1, 1, sem="release")
+        while tl.atomic_add(done_ptr + 1, 0, sem="acquire") == 0:
+            pass
+        row_top = tl.load(normalizer_ptr + row * 2, cache_modifier=".cg")
+        log_sum = tl.load(normalizer_ptr + row * 2 + 1, cache_modifier=".cg")
+    else:
+        tl.atomic_add(done_ptr, 1, sem="release")
+        while tl.atomic_add(done_ptr, 0, sem="acquire") < parts:
+            pass
+        row_top, log_sum = fold_blocks(top_ptr, sum_ptr, row, blocks, leaf_blocks, LOG2)
     tl.store(out_ptr + row * vocab_size + column, (x - row_top) - log_sum, mask=inside)
 
 
@@ -193,26 +211,43 @@ def _cuts(vocab_size: int) -> tuple[int, int, int]:
     return blocks, leaf_blocks, log2_ceil(leaf_blocks)
 
 
-def log_normalize(logits: Tensor, temperature: float) -> Tensor:
-    """Log-softmax of logits [T, V] fp32 over the temperature -> [T, V] fp32."""
+def log_normalize(logits: Tensor, temperature: float, out: Tensor | None = None) -> Tensor:
+    """Log-softmax of logits [T, V] fp32 over the temperature -> [T, V] fp32.
+
+    The logits are read once. `out` may be the logits themselves, if they are contiguous.
+    """
     logits = rows_of(logits)
     rows, vocab_size = logits.shape
-    out = torch.empty(rows, vocab_size, dtype=torch.float32, device=logits.device)
+    if out is None:
+        out = torch.empty(rows, vocab_size, dtype=torch.float32, device=logits.device)
     blocks, leaf_blocks, log2 = _cuts(vocab_size)
-    top, total = torch.empty(2, rows, blocks, dtype=torch.float32, device=logits.device)
-    per_program, columns = min(64, triton.next_power_of_2(blocks)), 16384
-    scale = temperature != 1.0
+    part, warps = _normalize_part(blocks, logits.is_cuda)
+    parts = triton.cdiv(blocks, part)
+    new = functools.partial(torch.empty, dtype=torch.float32, device=logits.device)
+    top, total = new(2, rows, blocks)
+    normalizer = new(rows, 2)
+    # The next place to take; then of each row, the programs that are done and whether it is folded.
+    counters = torch.zeros(1 + 2 * rows, dtype=torch.int32, device=logits.device)
     if rows:
-        _block_kernel[(rows, triton.cdiv(blocks, per_program))](
-            logits, top, total, vocab_size, blocks, logits.stride(0), temperature,
-            SCALE=scale, BLOCKS=per_program, num_warps=4, enable_fp_fusion=False,
-        )  # fmt: skip
-        _normalize_kernel[(rows, triton.cdiv(vocab_size, columns))](
-            logits, top, total, out, vocab_size, blocks, leaf_blocks, logits.stride(0),
-            temperature, SCALE=scale, LOG2=log2, COLUMNS=columns, num_warps=8,
-            enable_fp_fusion=False,
+        _normalize_kernel[(rows * parts,)](
+            logits, top, total, out, normalizer, counters, vocab_size, blocks, leaf_blocks, parts,
+            logits.stride(0), temperature, SCALE=temperature != 1.0, LOG2=log2, BLOCKS=part,
+            num_warps=warps, enable_fp_fusion=False,
         )  # fmt: skip
     return out
+
+
+def logprobs(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
+    """Normalised logits of hidden [T, H] over the temperature -> [T, V] fp32, made in place."""
+    logits = linear(hidden, weight, out_dtype=torch.float32)
+    return log_normalize(logits, temperature, out=logits)
+
+
+def _normalize_part(blocks: int, on_gpu: bool) -> tuple[int, int]:
+    """Blocks of one program and its warps. The interpreter runs programs one after another."""
+    whole = triton.next_power_of_2(blocks)
+    part = min(whole, _PART_BLOCKS) if on_gpu else whole
+    return part, max(1, min(_PART_WARPS, part // 4))
 
 
 def _launch(

@@ -10,7 +10,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from isomodels.kernels.common_triton import log2_ceil, pairwise_sum, processors, rows_of
+from isomodels.kernels.common_triton import (
+    log2_ceil,
+    pairwise_sum,
+    processors,
+    rows_of,
+    sum_rows,
+)
 
 
 class Walk(NamedTuple):
@@ -122,4 +128,5 @@ def rms_norm_backward(
         N=n, LOG2=log2_ceil(n), ADD=add, AHEAD=_BACKWARD.ahead,
         num_warps=min(16, _BACKWARD.warps * _warps(n)),
     )  # fmt: skip
-    return dx, partial.sum(0).to(weight.dtype)
+    (dweight,) = sum_rows(partial, programs, [weight.dtype])
+    return dx, dweight

@@ -14,36 +14,20 @@ from isomodels.kernels.fixed_order import one_thread
 from isomodels.kernels.rms_norm import normalize, normalize_backward
 from isomodels.kernels.schedule import Schedule, declare
 
-SCHEDULE = declare(
-    Schedule(
-        operation="rope",
-        backend="torch",
-        version=1,
-        constants={
-            "angle": "float32 position times float32 frequency",
-            "table": "cosine in float64, rounded once to float32",
-            "order": "half-split",
-            "norm_sum": "halving",
-            "roundings": 1,
-        },
-    )
-)
-
-TRITON_SCHEDULE = declare(
-    Schedule(
-        operation="rope",
-        backend="triton",
-        version=1,
-        constants={
-            "angle": "float32 position times float32 frequency",
-            "table": "cosine in float64, rounded once to float32",
-            "order": "half-split",
-            "accumulate": "float32, products and sums rounded apart",
-            "norm_sum": "halves added, then neighbours first",
-            "roundings": 1,
-        },
-    )
-)
+_ANGLES: dict[str, int | str] = {
+    "angle": "float32 position times float32 frequency",
+    "table": "cosine in float64, rounded once to float32",
+    "order": "half-split",
+    "roundings": 1,
+}
+CONSTANTS = {**_ANGLES, "norm_sum": "halving"}
+TRITON_CONSTANTS = {
+    **_ANGLES,
+    "accumulate": "float32, products and sums rounded apart",
+    "norm_sum": "halves added, then neighbours first",
+}
+SCHEDULE = declare(Schedule("rope", "torch", 1, CONSTANTS))
+TRITON_SCHEDULE = declare(Schedule("rope", "triton", 1, TRITON_CONSTANTS))
 
 
 @functools.lru_cache(maxsize=8)
@@ -92,13 +76,39 @@ def rope(
     """
     _check(x, positions, table, norm_weight)
     with one_thread():
-        unit = x.float()
-        if norm_weight is not None:
-            unit = normalize(unit, eps)[0] * norm_weight.float()
-        # Not table[positions]: that takes -1 for the last position.
-        rows = torch.nn.functional.embedding(positions, table)
-        cos, sin = rows.unsqueeze(1).chunk(2, -1)  # [T, 1, D/2]
-        return _rotate(unit, cos, sin).to(x.dtype, copy=True)
+        return rotated(x, positions, table, norm_weight, eps)
+
+
+def rotated(
+    x: Tensor, positions: Tensor, table: Tensor, norm_weight: Tensor | None, eps: float
+) -> Tensor:
+    """`rope` on the CPU; on one thread."""
+    unit = x.float()
+    if norm_weight is not None:
+        unit = normalize(unit, eps)[0] * norm_weight.float()
+    # Not table[positions]: that takes -1 for the last position.
+    rows = torch.nn.functional.embedding(positions, table)
+    cos, sin = rows.unsqueeze(1).chunk(2, -1)  # [T, 1, D/2]
+    return _rotate(unit, cos, sin).to(x.dtype, copy=True)
+
+
+def rotated_backward(
+    grad: Tensor,
+    x: Tensor,
+    positions: Tensor,
+    table: Tensor,
+    norm_weight: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor | None]:
+    """Gradients of `rotated`: (of x [T, heads, head_dim], of the weight [head_dim] or None)."""
+    cos, sin = table[positions].unsqueeze(1).chunk(2, -1)
+    grad = _rotate(grad.float(), cos, -sin)
+    if norm_weight is None:
+        return grad.to(x.dtype), None
+    unit, inverse_rms = normalize(x.float(), eps)
+    dweight = (grad * unit).sum((0, 1)).to(norm_weight.dtype)
+    dx = normalize_backward(grad * norm_weight.float(), unit, inverse_rms)
+    return dx.to(x.dtype), dweight
 
 
 def _check(x: Tensor, positions: Tensor, table: Tensor, norm_weight: Tensor | None) -> None:
@@ -176,14 +186,8 @@ def _backward(ctx: Any, grad: Tensor) -> tuple:
     if grad.is_cuda:
         dx, dweight = rope_backward(grad, x, positions, table, norm_weight, ctx.eps)
         return dx, None, None, None if norm_weight is None else dweight, None
-    cos, sin = table[positions].unsqueeze(1).chunk(2, -1)
-    grad = _rotate(grad.float(), cos, -sin)
-    if norm_weight is None:
-        return grad.to(x.dtype), None, None, None, None
-    unit, inverse_rms = normalize(x.float(), ctx.eps)
-    dweight = (grad * unit).sum((0, 1)).to(norm_weight.dtype)
-    dx = normalize_backward(grad * norm_weight.float(), unit, inverse_rms)
-    return dx.to(x.dtype), None, None, dweight, None
+    dx, dweight = rotated_backward(grad, x, positions, table, norm_weight, ctx.eps)
+    return dx, None, None, dweight, None
 
 
 rope.register_autograd(_backward, setup_context=_setup_context)

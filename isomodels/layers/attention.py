@@ -6,13 +6,13 @@ from torch import Tensor, nn
 
 from isomodels.batch import Batch
 from isomodels.config import DenseConfig
-from isomodels.kernels.attention import attention, paged_attention, write_kv_cache
+from isomodels.kernels.attention import attention, paged_attention
 from isomodels.layers.linear import Linear, Placed, RowLinear
-from isomodels.layers.rope import Rope
+from isomodels.layers.rope import HeadNorm, Rope
 
 
 class AttentionCore(nn.Module):
-    """Softmax attention itself; the only place where trainer and engine part ways."""
+    """Softmax attention itself: over the packed tokens, or over pages that hold k and v already."""
 
     def __init__(self, layer_index: int, scale: float):
         super().__init__()
@@ -23,11 +23,9 @@ class AttentionCore(nn.Module):
         """q [T, heads, D], k and v [T, kv_heads, D] -> [T, heads, D]."""
         if batch.paged is None:
             return attention(q, k, v, batch.cu_seqlens_q, self.scale)[0]
-        kv_cache = batch.paged.caches[self.layer_index]
-        write_kv_cache(k, v, kv_cache, batch.paged.slot_mapping)
         return paged_attention(
             q,
-            kv_cache,
+            batch.paged.caches[self.layer_index],
             batch.paged.block_table,
             batch.cu_seqlens_q,
             batch.seq_lens,
@@ -55,17 +53,26 @@ class SelfAttention(nn.Module):
         self.num_kv_heads = config.num_key_value_heads
         heads = self.num_heads + 2 * self.num_kv_heads
         self.qkv_proj = Linear(config.hidden_size, heads * self.head_dim, bias=qkv_bias, **placed)
-        rope_args = (config.head_dim, config.rope_theta, config.max_position_embeddings)
-        norm_eps = config.rms_norm_eps if qk_norm else None
-        self.q_norm = Rope(*rope_args, norm_eps=norm_eps, **placed)
-        self.k_norm = Rope(*rope_args, norm_eps=norm_eps, **placed)
+        self.rope = Rope(
+            config.head_dim,
+            config.rope_theta,
+            config.max_position_embeddings,
+            num_heads=self.num_heads,
+            norm_eps=config.rms_norm_eps,
+            device=placed.get("device"),
+        )
+        self.q_norm = HeadNorm(self.head_dim, **placed) if qk_norm else None
+        self.k_norm = HeadNorm(self.head_dim, **placed) if qk_norm else None
         self.attn = AttentionCore(layer_index, config.head_dim**-0.5)
         self.o_proj = RowLinear(self.num_heads * self.head_dim, config.hidden_size, **placed)
 
     def forward(self, x: Tensor, positions: Tensor, batch: Batch) -> Tensor:
         """x [T, H], positions [T] -> [T, H]."""
-        heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
-        qkv = self.qkv_proj(x).view(len(x), sum(heads), self.head_dim)
-        q, k, v = qkv.split(heads, dim=1)  # [T, heads, D], twice [T, kv_heads, D]
-        q, k = self.q_norm(q, positions), self.k_norm(k, positions)
+        heads = self.num_heads + 2 * self.num_kv_heads
+        qkv = self.qkv_proj(x).view(len(x), heads, self.head_dim)
+        weights = [norm and norm.weight for norm in (self.q_norm, self.k_norm)]
+        paged = batch.paged
+        cache = paged and (paged.caches[self.attn.layer_index], paged.slot_mapping)
+        # [T, heads, D], twice [T, kv_heads, D]
+        q, k, v = self.rope(qkv, positions, *weights, cache)
         return self.o_proj(self.attn(q, k, v, batch).flatten(1))  # [T, heads * D] -> [T, H]

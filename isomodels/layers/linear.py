@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from isomodels.errors import UnsupportedError
 from isomodels.kernels.embedding import embedding
 from isomodels.kernels.linear import linear
-from isomodels.kernels.logprob import lm_head, log_normalize, token_logprobs
+from isomodels.kernels.logprob import lm_head, logprobs, token_logprobs
 from isomodels.kernels.row_linear import LEAVES, row_linear
 
 
@@ -113,5 +113,5 @@ class LMHead(nn.Module):
         if temperature is None:
             return lm_head(hidden, weight)
         if targets is None:
-            return log_normalize(lm_head(hidden, weight), temperature)
+            return logprobs(hidden, weight, temperature)
         return token_logprobs(hidden, weight, targets, temperature)[0]

@@ -5,15 +5,21 @@ from typing import Unpack
 import torch
 from torch import Tensor, nn
 
-from isomodels.kernels.rope import rope, rope_table
+from isomodels.kernels.rope import rope_table
+from isomodels.kernels.rope_qkv import rope_qkv, rope_qkv_to_cache
 from isomodels.layers.linear import Placed, parameter
 
 
-class Rope(nn.Module):
-    """Rotates heads by position; holds the qk-norm weight where the architecture has one.
+class HeadNorm(nn.Module):
+    """The weight of a qk-norm, under the name that it has in HF files; `Rope` applies the norm."""
 
-    The module is named after that norm (`q_norm`, `k_norm`), the name its weight has in HF files.
-    """
+    def __init__(self, head_dim: int, **placed: Unpack[Placed]):
+        super().__init__()
+        self.weight = parameter(head_dim, **placed)
+
+
+class Rope(nn.Module):
+    """Rotates queries and keys of a fused projection, after their norms if there are any."""
 
     def __init__(
         self,
@@ -21,19 +27,32 @@ class Rope(nn.Module):
         theta: float,
         max_positions: int,
         *,
-        norm_eps: float | None,
-        **placed: Unpack[Placed],
+        num_heads: int,
+        norm_eps: float,
+        device: torch.device | None = None,
     ):
         super().__init__()
         self.table_key = (head_dim, theta, max_positions)
-        self.weight = None if norm_eps is None else parameter(head_dim, **placed)
-        self.eps = norm_eps or 0.0
+        self.num_heads = num_heads
+        self.eps = norm_eps
         # Made once, here: a forward then runs operators only.
-        rope_table(*self.table_key, torch.device(placed.get("device") or "cpu"))
+        rope_table(*self.table_key, torch.device(device or "cpu"))
 
-    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        """x [T, heads, D], positions [T] int64 -> [T, heads, D]."""
-        return rope(x, positions, self._table(x.device), self.weight, self.eps)
+    def forward(
+        self,
+        qkv: Tensor,
+        positions: Tensor,
+        q_weight: Tensor | None,
+        k_weight: Tensor | None,
+        cache: tuple[Tensor, Tensor] | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """qkv [T, heads + 2 kv_heads, D] -> (q [T, heads, D], k and v [T, kv_heads, D]).
+
+        With an engine's cache of this layer and the slot of each token, k and v are also put there.
+        """
+        table = self._table(qkv.device)
+        args = (qkv, positions, table, q_weight, k_weight, self.num_heads, self.eps)
+        return rope_qkv(*args) if cache is None else rope_qkv_to_cache(*args, *cache)
 
     # torch.compile then takes the table as it is, and does not look into its making.
     @torch.compiler.assume_constant_result

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from isomodels.kernels.fixed_order import matmul_nt
-from isomodels.kernels.logprob import lm_head, log_normalize, token_logprobs
+from isomodels.kernels.logprob import lm_head, log_normalize, logprobs, token_logprobs
 from tests.kernel.battery import (
     DTYPES,
     KINDS,
@@ -69,6 +69,7 @@ def test_token_logprobs_are_the_normalised_logits_at_the_target(vocab, dtype):
     targets[0], targets[-1] = vocab - 1, 0
     for temperature in (1.0, 0.6):
         whole = log_normalize(lm_head(hidden, weight), temperature)
+        assert_same_bits(logprobs(hidden, weight, temperature), whole, f"T = {temperature}")
         chosen = token_logprobs(hidden, weight, targets, temperature)[0]
         assert_same_bits(chosen, whole.gather(1, targets[:, None])[:, 0], f"T = {temperature}")
 
@@ -144,9 +145,9 @@ def test_row_27_of_the_field_reports_masked_and_huge_logits(vocab):
 def test_padded_columns_do_not_count():
     # Row 69: a head padded for tensor parallelism would add exp(0) for every pad.
     hidden, weight = hard(5, 16, kind="normal"), hard(1003, 16, kind="normal", seed=1)
-    logprobs = log_normalize(lm_head(hidden, weight))
-    assert logprobs.shape == (5, 1003)
-    sums = logprobs.double().exp().sum(1)
+    normalized = logprobs(hidden, weight)
+    assert normalized.shape == (5, 1003)
+    sums = normalized.double().exp().sum(1)
     assert torch.allclose(sums, torch.ones_like(sums), rtol=0, atol=1e-5)
 
 
@@ -171,13 +172,10 @@ def test_gradients(temperature, dtype):
         return torch.log_softmax(hidden @ weight.t() / temperature, 1)
 
     bound = unit_error(dtype, 130)
-    assert_gradients(
-        lambda h, w: log_normalize(lm_head(h, w), temperature),
-        reference,
-        hidden,
-        weight,
-        bound=bound,
-    )
+    apart = lambda h, w: log_normalize(lm_head(h, w), temperature)  # noqa: E731
+    fused = lambda h, w: logprobs(h, w, temperature)  # noqa: E731
+    for op in (apart, fused):
+        assert_gradients(op, reference, hidden, weight, bound=bound)
     assert_gradients(
         lambda h, w: token_logprobs(h, w, targets, temperature)[0],
         lambda h, w: reference(h, w).gather(1, targets[:, None])[:, 0],
@@ -197,6 +195,8 @@ def test_a_target_outside_the_vocabulary(bad):
 def test_a_temperature_not_above_zero(temperature):
     with pytest.raises(ValueError, match="temperature must be above 0"):
         log_normalize(hard(2, 8), temperature)
+    with pytest.raises(ValueError, match="temperature must be above 0"):
+        logprobs(hard(2, 8), hard(7, 8), temperature)
 
 
 def test_logits_of_another_dtype_are_refused():
@@ -208,11 +208,13 @@ def test_no_rows():
     empty = torch.empty(0, dtype=torch.int64)
     assert token_logprobs(hard(0, 8), hard(7, 8), empty)[0].shape == (0,)
     assert log_normalize(lm_head(hard(0, 8), hard(7, 8))).shape == (0, 7)
+    assert logprobs(hard(0, 8), hard(7, 8)).shape == (0, 7)
 
 
 def test_opcheck():
     hidden, weight = hard(3, 8).requires_grad_(), hard(7, 8).requires_grad_()
     assert_registered(lm_head, (hidden, weight))
+    assert_registered(logprobs, (hidden, weight, 0.7))
     assert_registered(log_normalize, (hard(3, 7).requires_grad_(), 0.7))
     assert_registered(token_logprobs, (hidden, weight, torch.tensor([0, 6, 3]), 0.7))
 
