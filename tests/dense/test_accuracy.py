@@ -118,7 +118,7 @@ def test_the_comparison_can_fail(checkpoint, ours):
     folder, ids, model = checkpoint("qwen3"), tokens(300), ours("qwen3")
     exact, low = (load_theirs(folder, d) for d in (torch.float64, torch.float32))
     right, theirs = exact(ids[None]).logits[0], low(ids[None]).logits[0]
-    rope = model.model.layers[0].self_attn.k_norm
+    rope = model.model.layers[0].self_attn.rope
     key = rope.table_key
     rope.table_key = (key[0], key[1] * 1.001, key[2])
     try:

@@ -103,7 +103,7 @@ def test_row_29_of_the_field_reports_one_head_policy(checkpoint, name):
 def test_row_28_of_the_field_reports_casting_leaves_the_rope_table(checkpoint, name):
     # A host casts parameters and buffers; the table is neither.
     model, ids = load_ours(checkpoint(name)).to(torch.bfloat16), tokens(30)
-    core = model.model.layers[0].self_attn.k_norm
+    core = model.model.layers[0].self_attn.rope
     assert rope_table(*core.table_key, torch.device("cpu")).dtype == torch.float32
     straight = load_ours(checkpoint(name, torch.bfloat16))
     straight.load_state_dict(model.state_dict())

@@ -83,7 +83,7 @@ def test_only_our_operators_compute_in_an_engine(ours, name, dtype):
     def watched(*args, **kwargs):
         with OnlyOurs(model) as mode:
             out = model.logprobs(call(*args, **kwargs))
-        assert {"isomodels::paged_attention", "isomodels::write_kv_cache"} <= mode.seen
+        assert {"isomodels::paged_attention", "isomodels::rope_qkv_to_cache"} <= mode.seen
         return out
 
     engine.model = watched

@@ -248,7 +248,12 @@ def test_trace_names_every_operation(pair):
     prompt = draw(100, 8)
     trace = engine.trace(prompt)
     assert list(trace) == [n for n in trace if n]
-    leaves = {n for n, m in core.named_modules() if not list(m.children())}
+    # A qk-norm holds a weight for `rope` and is not called.
+    leaves = {
+        name
+        for name, module in core.named_modules()
+        if not list(module.children()) and not name.endswith(("q_norm", "k_norm"))
+    }
     assert leaves <= set(trace)
     changed = engine.trace([*prompt[:-1], (prompt[-1] + 1) % 500])
     assert changed["lm_head"] != trace["lm_head"]

@@ -143,7 +143,7 @@ def test_both_forms_of_rope_theta_survive_a_save(changeable, tmp_path, form) -> 
     source = edit_config(changeable(), **{"rope_theta": None, **ROPE_FORMS[form]})
     module = load_checkpoint(source)
     assert module.config.rope_theta == 5e6
-    assert module.model.layers[0].self_attn.q_norm.table_key[1] == 5e6
+    assert module.model.layers[0].self_attn.rope.table_key[1] == 5e6
     save_checkpoint(module, tmp_path / "out", like=source)
     convert_checkpoint(source, tmp_path / "cast", dtype=torch.float32)
     for folder in ("out", "cast"):
