@@ -13,18 +13,26 @@ import torch
 from torch import Tensor
 
 from isomodels.kernels.attention import attention, paged_attention, write_kv_cache
+from isomodels.kernels.causal_conv import causal_conv, paged_causal_conv
+from isomodels.kernels.delta_gates import delta_gates
 from isomodels.kernels.embedding import embedding
+from isomodels.kernels.gated_delta import gated_delta_rule, paged_gated_delta_rule, state_layout
+from isomodels.kernels.gated_norm import gated_rms_norm
 from isomodels.kernels.linear import linear
-from isomodels.kernels.logprob import lm_head, log_normalize, token_logprobs
+from isomodels.kernels.logprob import lm_head, log_normalize, logprobs, token_logprobs
 from isomodels.kernels.mla_attention import (
     mla_attention,
     paged_mla_attention,
     write_latent_cache,
 )
+from isomodels.kernels.one_plus import one_plus
+from isomodels.kernels.partial_rope import partial_rope
 from isomodels.kernels.rms_norm import add_rms_norm, rms_norm
 from isomodels.kernels.rope import rope, rope_table
+from isomodels.kernels.rope_qkv import rope_qkv, rope_qkv_to_cache
 from isomodels.kernels.row_linear import row_linear
 from isomodels.kernels.schedule import SCHEDULES
+from isomodels.kernels.sigmoid_gate import sigmoid_gate
 from isomodels.kernels.swiglu import swiglu
 from tests.kernel.battery import assert_same_bits, bits, hard, threads
 
@@ -64,12 +72,41 @@ def run_paged_mla_attention() -> Tensor:
     return paged_mla_attention(Q_NOPE, Q_ROPE, cache, KV_B, *bounds)
 
 
+DELTA = (HEADS[:, :2], HEADS[:, 2:], HEADS, -X[:, :4].abs(), X[:, 4:8].sigmoid())  # q, k, v, g, b
+SLOT = torch.tensor([1], dtype=torch.int32)
+
+
+def run_paged_causal_conv() -> Tensor:
+    windows = torch.zeros(2, 3, 64, device="cpu", dtype=torch.float32)
+    out = paged_causal_conv(X, W[:64, :4], windows, SLOT, INT32, INT32[1:])
+    return torch.cat((out, windows[1]))
+
+
+def run_paged_gated_delta_rule() -> Tensor:
+    layout = state_layout(2, 4, 16, 16, torch.float32)
+    pages = [torch.zeros(2, *shape, device="cpu", dtype=dtype) for shape, dtype in layout]
+    out = paged_gated_delta_rule(*DELTA, *pages, SLOT, INT32, INT32[1:])
+    return torch.cat([out.flatten(), *(page.flatten() for page in pages)])
+
+
+def rope_qkv_arguments() -> tuple:
+    return HEADS, IDS, rope_table(16, 1e6, 64), NORM[:16], NORM[16:32], 2, 1e-6
+
+
+def run_rope_qkv_to_cache() -> Tensor:
+    cache = torch.zeros(2, 1, 16, 32, device="cpu", dtype=torch.float32)
+    parts = rope_qkv_to_cache(*rope_qkv_arguments(), cache, IDS)
+    return torch.cat((*(part.flatten() for part in parts), cache.flatten()))
+
+
 OPERATIONS: dict[str, Callable[[], Tensor]] = {
     "linear": lambda: linear(X, W, W[:, 0]),
     "row_linear": lambda: row_linear(X, W),
     "rms_norm": lambda: rms_norm(X, NORM, 1e-6),
     "add_rms_norm": lambda: torch.cat(add_rms_norm(X, X * 2, NORM, 1e-6)),
     "rope": lambda: rope(HEADS, IDS, rope_table(16, 1e6, 64), NORM[:16], 1e-6),
+    "rope_qkv": lambda: torch.cat(rope_qkv(*rope_qkv_arguments()), 1),
+    "rope_qkv_to_cache": run_rope_qkv_to_cache,
     "attention": lambda: attention(HEADS, K, V, INT32, 0.25)[0],
     "paged_attention": run_paged_attention,
     "write_kv_cache": run_write_kv_cache,
@@ -77,9 +114,19 @@ OPERATIONS: dict[str, Callable[[], Tensor]] = {
     "paged_mla_attention": run_paged_mla_attention,
     "write_latent_cache": run_write_latent_cache,
     "swiglu": lambda: swiglu(X),
+    "sigmoid_gate": lambda: sigmoid_gate(X, X * 2),
+    "one_plus": lambda: one_plus(NORM),
+    "partial_rope": lambda: partial_rope(HEADS, IDS, rope_table(8, 1e6, 64), NORM[:16], 1e-6),
+    "causal_conv": lambda: causal_conv(X, W[:64, :4], INT32),
+    "paged_causal_conv": run_paged_causal_conv,
+    "delta_gates": lambda: torch.cat(delta_gates(X, X * 2, NORM, NORM)),
+    "gated_delta_rule": lambda: gated_delta_rule(*DELTA, INT32),
+    "paged_gated_delta_rule": run_paged_gated_delta_rule,
+    "gated_rms_norm": lambda: gated_rms_norm(HEADS, HEADS * 2, NORM[:16], 1e-6),
     "embedding": lambda: embedding(IDS, W),
     "lm_head": lambda: lm_head(X, W),
     "log_normalize": lambda: log_normalize(X, 0.7),
+    "logprobs": lambda: logprobs(X, W, 0.7),
     "token_logprobs": lambda: token_logprobs(X, W, IDS, 0.7)[0],
 }
 
@@ -191,7 +238,7 @@ def test_the_check_can_fail():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    sorted(name for name in OPERATIONS if not name.startswith(("write_", "paged_"))),
+    sorted(n for n in OPERATIONS if not n.startswith("paged_") and not n.endswith("_cache")),
 )
 def test_operators_under_ahead_of_time_dispatch(name):
     x, w, norm = (t[:7].clone().requires_grad_() for t in (X, W, NORM))
@@ -205,15 +252,33 @@ def test_operators_under_ahead_of_time_dispatch(name):
         "rms_norm": (rms_norm, (x, rows, 1e-6)),
         "add_rms_norm": (add_rms_norm, (x, x.detach() * 2, rows, 1e-6)),
         "rope": (rope, (heads, ids, rope_table(16, 1e6, 64), norm_of_head, 1e-6)),
+        "rope_qkv": (
+            rope_qkv,
+            (heads, ids, rope_table(16, 1e6, 64), norm_of_head, norm_of_head.detach(), 2, 1e-6),
+        ),
         "attention": (attention, (heads, k, v, bounds, 0.25)),
         "mla_attention": (
             mla_attention,
             (heads[..., :12], heads[..., 12:], x[:, :16], x[:, 16:20], KV_B, bounds, 0.25),
         ),
         "swiglu": (swiglu, (x,)),
+        "sigmoid_gate": (sigmoid_gate, (x, x.detach() * 2)),
+        "one_plus": (one_plus, (x,)),
+        "partial_rope": (
+            partial_rope,
+            (heads, ids, rope_table(8, 1e6, 64), norm_of_head, 1e-6),
+        ),
+        "causal_conv": (causal_conv, (x, w[:64, :4], bounds)),
+        "delta_gates": (delta_gates, (x, x.detach() * 2, rows, rows.detach())),
+        "gated_delta_rule": (
+            gated_delta_rule,
+            (*(t[:7].clone().requires_grad_() for t in DELTA), bounds),
+        ),
+        "gated_rms_norm": (gated_rms_norm, (heads, heads.detach() * 2, norm_of_head, 1e-6)),
         "embedding": (embedding, (ids, w)),
         "lm_head": (lm_head, (x, w)),
         "log_normalize": (log_normalize, (x, 0.7)),
+        "logprobs": (logprobs, (x, w, 0.7)),
         "token_logprobs": (token_logprobs, (x, w, ids, 0.7)),
     }
     operator, arguments = args[name]

@@ -1,0 +1,68 @@
+"""`isomodels::sigmoid_gate`: x * sigmoid(gate) in fp32 with one rounding.
+
+Mathematics: Qiu et al., "Gated Attention for Large Language Models" (2025).
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isomodels.kernels.cpu_only import refuse_gpu
+from isomodels.kernels.fixed_order import one_thread
+from isomodels.kernels.schedule import Schedule, declare
+
+SCHEDULE = declare(
+    Schedule(
+        operation="sigmoid_gate",
+        backend="torch",
+        version=1,
+        constants={"sigmoid": "1 / (1 + exp(-x)), float32", "roundings": 1},
+    )
+)
+
+
+@torch.library.custom_op("isomodels::sigmoid_gate", mutates_args=(), device_types="cpu")
+def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
+    """Gate the output of attention.
+
+    Args:
+        x: [T, heads, D], float32 or bfloat16.
+        gate: [T, heads, D], dtype of `x`, any strides.
+
+    Returns:
+        [T, heads, D] in the dtype of `x`.
+
+    Raises:
+        ValueError: naming shapes that do not fit.
+    """
+    if gate.shape != x.shape:
+        raise ValueError(
+            f"sigmoid_gate needs two tensors of one shape, got {list(x.shape)} "
+            f"and {list(gate.shape)}"
+        )
+    with one_thread():
+        # torch's sigmoid rounds differently in its vector body and its scalar tail.
+        return (x.float() * (1.0 / (1.0 + torch.exp(-gate.float())))).to(x.dtype)
+
+
+refuse_gpu("gated delta rule models", sigmoid_gate)
+
+
+@sigmoid_gate.register_fake
+def _(x: Tensor, gate: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    x, gate = ctx.saved_tensors
+    grad, sigmoid = grad.float(), torch.sigmoid(gate.float())
+    dgate = grad * x.float() * sigmoid * (1.0 - sigmoid)
+    return (grad * sigmoid).to(x.dtype), dgate.to(gate.dtype)
+
+
+sigmoid_gate.register_autograd(_backward, setup_context=_setup_context)
