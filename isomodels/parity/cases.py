@@ -65,6 +65,25 @@ class Tally:
         self.not_finite += other.not_finite
 
 
+@dataclass
+class RouteTally:
+    """Choices of experts (a token in a layer) by the engine, and those that differ."""
+
+    compared: int = 0
+    differ: int = 0
+
+    def add(self, results: Iterable[Result], reference: Sequence[npt.NDArray[np.int32]]) -> None:
+        """Compare every token that the engine computed with the trainer's [n, layers, k] ids.
+
+        All k ids in their order: a slot's weight belongs to its place.
+        """
+        for result, expected in zip(results, reference, strict=True):
+            for first, ids in result.routes:
+                other = (ids != expected[first : first + len(ids)]).any(-1)
+                self.compared += other.size
+                self.differ += int(other.sum())
+
+
 @dataclass(frozen=True)
 class Difference:
     """The first logprob that differs: of token `position` of `token_ids`."""
@@ -81,6 +100,7 @@ class Comparison:
 
     def __init__(self, cases: Sequence[str]) -> None:
         self.tallies = {case: Tally() for case in cases}
+        self.routes = RouteTally()
         self.first: Difference | None = None
 
     def _add(

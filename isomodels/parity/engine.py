@@ -16,7 +16,7 @@ class ParityEngine:
             **workload.engine_limits(),
             **device_limits(checkpoint, device, workload.num_blocks),
         }
-        self.engine = Engine(checkpoint, dtype=dtype, seed=seed, **limits)
+        self.engine = Engine(checkpoint, dtype=dtype, seed=seed, record_routes=True, **limits)
 
     def model_runner(self) -> str:
         """Which of vLLM's model runners runs: "V1" or "V2"."""

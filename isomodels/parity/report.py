@@ -29,6 +29,7 @@ def as_json(report: Report) -> dict[str, Any]:
                 "cases": {
                     case: asdict(report.phases[phase].tallies[case]) for case in report.cases
                 },
+                "routes": asdict(report.phases[phase].routes),
                 "engine_counters": report.counters[phase],
             }
             for phase in PHASES
@@ -64,6 +65,13 @@ def print_report(report: Report, console: Console) -> None:
         f"{len(report.losses)} optimizer steps changed {report.changed_by_update:,} logprobs.",
         highlight=False,
     )
+    if report.has_experts:
+        routes = [report.phases[phase].routes for phase in PHASES]
+        console.print(
+            f"Routes, engine against trainer as integers: {sum(r.compared for r in routes):,} "
+            f"compared (a token in a layer), {_count(sum(r.differ for r in routes))} differ.",
+            highlight=False,
+        )
     if report.stock:
         stock = report.stock
         console.print(

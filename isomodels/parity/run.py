@@ -61,6 +61,7 @@ class Report:
     seed: int
     workload: Workload
     versions: dict[str, str]
+    has_experts: bool = False
     model_runner: str = ""
     phases: dict[str, Comparison] = field(default_factory=dict)
     counters: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -96,6 +97,11 @@ class Report:
                     found.append(
                         f"{case} {phase}: {tally.compared} compared, {MIN_COMPARED} are needed"
                     )
+            routes = self.phases[phase].routes
+            if routes.differ:
+                found.append(f"{phase}: {routes.differ} of {routes.compared} routes differ")
+            if self.has_experts and routes.compared < MIN_COMPARED:
+                found.append(f"{phase}: {routes.compared} routes, {MIN_COMPARED} are needed")
             for name, count in self.counters[phase].items():
                 if not count:
                     found.append(f"{phase}: the engine counted no {name.replace('_', ' ')}")
@@ -147,6 +153,7 @@ def run_parity(
         checkpoint=str(checkpoint),
         num_layers=config.num_hidden_layers,
         dtype=config.dtype,
+        has_experts=config.routing is not None,
         device=device,
         seed=seed,
         workload=workload,
@@ -241,12 +248,14 @@ def _phase(
     sequences, forward = [], []
     for made in results:
         ours = [sequence(result) for result in made]
-        trained = trainer.result()
+        trained, routes = trainer.result()
         comparison.add_engine(made, trained["forward"])
         # The forward pass of a step is the reference of all others; its own is the bare module.
         comparison.add_trainer("trainer_forward", ours, trained["forward"], trained["alone"])
         for case in ("score", "recompute"):
             comparison.add_trainer(f"trainer_{case}", ours, trained[case], trained["forward"])
+        if report.has_experts:
+            comparison.routes.add(made, routes)
         sequences += ours
         forward += trained["forward"]
     if comparison.first is not None and report.place is None:

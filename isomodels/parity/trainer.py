@@ -8,10 +8,12 @@ import torch
 
 from isomodels.batch import Batch
 from isomodels.config import DTYPES
+from isomodels.layers.routes import record_routes
 from isomodels.megatron.trainer import Trainer
 
 Sequences = Sequence[Sequence[int]]
 Logprobs = list[npt.NDArray[np.float32]]  # of each sequence
+Routes = list[npt.NDArray[np.int32]]  # of each sequence, [n, layers with experts, k]
 
 
 class ParityTrainer:
@@ -27,21 +29,27 @@ class ParityTrainer:
             max_tokens=max_tokens,
         )
 
-    def cases(self, sequences: Sequences) -> dict[str, Logprobs]:
-        """Logprobs of the same tokens in every way a trainer computes them.
+    def cases(self, sequences: Sequences) -> tuple[dict[str, Logprobs], Routes]:
+        """Logprobs of the same tokens in every way a trainer computes them, and their routes.
 
         "forward" is the forward pass of a training step, "score" has no gradients, "recompute" is
         from layers recomputed in the backward pass, "alone" is the module outside Megatron, each
-        sequence by itself.
+        sequence by itself. The routes are those of "forward"; none of a model without experts.
         """
-        with self.trainer.without_recompute():
+        core = self.trainer.core
+        with self.trainer.without_recompute(), record_routes(core) as recorded:
             forward = self.trainer.forward_logprobs(sequences)
-        return {
+        routes: Routes = []
+        if core.config.routing is not None:
+            ends = np.cumsum([len(sequence) for sequence in sequences])
+            routes = np.split(recorded.take().cpu().numpy(), ends[:-1])
+        logprobs = {
             "forward": _arrays(forward),
             "score": self.score(sequences),
             "recompute": _arrays(self.trainer.recompute_logprobs(sequences)),
             "alone": _arrays(self._alone(sequences)),
         }
+        return logprobs, routes
 
     def score(self, sequences: Sequences) -> Logprobs:
         """Logprobs without gradients."""

@@ -19,6 +19,7 @@ from isomodels.errors import HostError
 from isomodels.trace import trace_rows
 from isomodels.vllm.plugin import MODEL_IMPL
 from isomodels.vllm.results import Request, Result, Step, Token
+from isomodels.vllm.routes import RECORD_ROUTES, RouteBuffer, Scheduled, collect, scheduled
 
 __all__ = ["Engine", "Request", "Result", "Step", "Token"]
 
@@ -41,6 +42,8 @@ class Engine:
         model_impl: "isomodels", or "vllm" for vLLM's own class.
         seed: of the sampler. (vLLM's CPU sampler takes no seed of a request whose prompt is
             prefilled in chunks.)
+        record_routes: keep which experts each token went to, in a model that has any; see
+            `Result.routes`.
         limits: further arguments of `vllm.LLM`: max_model_len, max_num_batched_tokens,
             num_gpu_blocks_override, block_size, logprobs_mode, ...
 
@@ -56,6 +59,7 @@ class Engine:
         dtype: str,
         model_impl: str = MODEL_IMPL,
         seed: int = 0,
+        record_routes: bool = False,
         **limits: Any,
     ):
         from isomodels.vllm.versions import check_vllm
@@ -69,6 +73,11 @@ class Engine:
         self._live: dict[str, Result] = {}
         limits.setdefault("async_scheduling", False)  # a step's output belongs to that step
         limits.setdefault("enforce_eager", True)
+        if record_routes:
+            limits["additional_config"] = {
+                **limits.get("additional_config", {}),
+                RECORD_ROUTES: True,
+            }
         self.llm = LLM(
             model=str(checkpoint),
             dtype=dtype,
@@ -82,6 +91,8 @@ class Engine:
         self._model = self.llm.apply_model(lambda model: model)[0]
         self._runner = self.llm.collective_rpc(lambda worker: worker.model_runner)[0]
         self._check_class(model_impl)
+        self._routes: RouteBuffer | None = getattr(self._model, "routes", None)
+        self._scheduled: list[Scheduled] = []
         self._watch_scheduler()
         self._ran = False
         self._model.register_forward_pre_hook(self._note_forward)
@@ -280,8 +291,10 @@ class Engine:
 
     def _step(self) -> list[Any]:
         """One step of the engine, and whether it was a replay."""
-        number, self._ran = len(self.steps), False
+        number, self._ran, self._scheduled = len(self.steps), False, []
         outputs = self._engine.step()
+        if self._routes is not None and self._scheduled:
+            collect(self._routes, self._scheduled)
         if len(self.steps) > number and not self._ran:
             self.steps[number] = replace(self.steps[number], replayed=True)
         return outputs
@@ -304,6 +317,8 @@ class Engine:
             if (result := self._live.get(name)) is None:
                 continue
             result.preemptions = request.num_preemptions
+            if self._routes is not None:
+                self._scheduled.append(self._slots_of(name, result, history, count))
             if not result.tokens and not request.num_preemptions:
                 if not result.chunks:
                     result.num_cached_tokens = history
@@ -313,3 +328,8 @@ class Engine:
                     Token(-1, 0.0, len(self.steps), count, history, request.num_preemptions)
                 )
         self.steps.append(Step(rows[True], prefills, rows[False], resumed))
+
+    def _slots_of(self, name: str, result: Result, first: int, count: int) -> Scheduled:
+        # Now: a request that ends with this step gives its blocks back in it.
+        blocks = self._scheduler.kv_cache_manager.get_block_ids(name)[0]
+        return scheduled(result, first, count, blocks, self._scheduler.block_size)

@@ -11,13 +11,15 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from isomodels.batch import Batch
 from isomodels.errors import CheckpointError
 from isomodels.registry import load_object
-from isomodels.vllm.attention import CacheLayer, StepMetadata
+from isomodels.vllm.attention import StepMetadata
 from isomodels.vllm.checks import read_checkpoint_config
+from isomodels.vllm.mla import cache_layer
+from isomodels.vllm.routes import RECORD_ROUTES, RouteBuffer
 from isomodels.vllm.weights import convert, restore_after_failed_reload
 
 
 class IsoModelsForCausalLM(nn.Module):
-    """Any dense architecture of isomodels, as vLLM wants a model.
+    """Any architecture of isomodels, as vLLM wants a model.
 
     Args:
         vllm_config: vLLM's configuration, already checked by `IsoModelsConfig`.
@@ -44,14 +46,15 @@ class IsoModelsForCausalLM(nn.Module):
             self.config, dtype=model_config.dtype, device=vllm_config.device_config.device
         ).requires_grad_(False)
         self.layers = [
-            CacheLayer(
-                f"{prefix}.layers.{i}.kv_cache".removeprefix("."),
-                self.config.num_key_value_heads,
-                self.config.head_dim,
-                model_config.dtype,
+            cache_layer(
+                f"{prefix}.layers.{i}.kv_cache".removeprefix("."), self.config, model_config.dtype
             )
             for i in range(self.config.num_hidden_layers)
         ]
+        self.routes: RouteBuffer | None = None
+        if vllm_config.additional_config.get(RECORD_ROUTES) and self.config.routing:
+            most = vllm_config.scheduler_config.max_num_batched_tokens
+            self.routes = RouteBuffer(self.core, most, vllm_config.device_config.device)
         context = vllm_config.compilation_config.static_forward_context
         context.update({layer.name: layer for layer in self.layers})
 
@@ -80,6 +83,8 @@ class IsoModelsForCausalLM(nn.Module):
             return self.core(input_ids.long(), positions, self._packed(len(input_ids)))
         step: StepMetadata = metadata[self.layers[0].name]
         real = step.num_actual_tokens
+        if self.routes is not None:
+            self.routes.keep_slots(step.batch)
         hidden = self.core(input_ids[:real].long(), positions[:real], step.batch)
         if real == len(input_ids):
             return hidden
@@ -108,7 +113,7 @@ class IsoModelsForCausalLM(nn.Module):
         """
         try:
             _, config = read_checkpoint_config(self.model_config)
-            if config != self.config:
+            if config.model_dump() != self.config.model_dump():
                 raise CheckpointError(
                     f"{self.model_config.model}: config.json differs from the one the engine "
                     "started with: start a new engine for another model"
@@ -119,8 +124,9 @@ class IsoModelsForCausalLM(nn.Module):
             self.model_config.model = self.loaded_from
             raise
         self.loaded_from = self.model_config.model
+        own = {**dict(self.core.named_parameters()), **dict(self.core.named_buffers())}
         for name, tensor in tensors.items():
-            parameter = self.core.get_parameter(name)
+            parameter = own[name]
             # vLLM wraps this loader on a reload; a plain copy would write to meta tensors.
             loader = getattr(parameter, "weight_loader", default_weight_loader)
             loader(parameter, tensor)

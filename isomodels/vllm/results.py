@@ -3,6 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
+
 
 @dataclass(frozen=True)
 class Request:
@@ -63,6 +66,8 @@ class Result:
         chunks: (start, end) of each step that computed prompt tokens, up to the first sample.
         num_cached_tokens: prompt tokens found in the prefix cache.
         preemptions: of the whole sequence.
+        routes: of each step that computed tokens of the sequence, where the engine records them:
+            (first, ids [n, layers with experts, k] int32) of tokens first to first + n.
     """
 
     request: int
@@ -73,6 +78,7 @@ class Result:
     chunks: list[tuple[int, int]] = field(default_factory=list)
     num_cached_tokens: int = 0
     preemptions: int = 0
+    routes: list[tuple[int, npt.NDArray[np.int32]]] = field(default_factory=list)
 
     def case(self, index: int) -> str:
         """Case of sampled token `index`, by the scheduler's account."""
