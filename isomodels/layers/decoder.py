@@ -14,6 +14,8 @@ from isomodels.layers.norm import RMSNorm
 
 RunLayer = Callable[..., tuple[Tensor, Tensor]]
 MakeMLP = Callable[[int], nn.Module]  # layer index -> feed-forward, [T, H] -> [T, H]
+# layer index -> attention, called as attention(x [T, H], positions [T], batch) -> [T, H]
+MakeAttention = Callable[[int], nn.Module]
 
 
 class DecoderLayer(nn.Module):
@@ -26,15 +28,19 @@ class DecoderLayer(nn.Module):
         *,
         qkv_bias: bool,
         qk_norm: bool,
+        make_attention: MakeAttention | None,
         make_mlp: MakeMLP | None,
         **placed: Unpack[Placed],
     ):
         super().__init__()
         hidden, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = RMSNorm(hidden, eps, **placed)
-        self.self_attn = SelfAttention(
-            config, layer_index, qkv_bias=qkv_bias, qk_norm=qk_norm, **placed
-        )
+        if make_attention is None:
+            self.self_attn: nn.Module = SelfAttention(
+                config, layer_index, qkv_bias=qkv_bias, qk_norm=qk_norm, **placed
+            )
+        else:
+            self.self_attn = make_attention(layer_index)
         self.post_attention_layernorm = RMSNorm(hidden, eps, **placed)
         if make_mlp is None:
             self.mlp: nn.Module = MLP(hidden, config.intermediate_size, **placed)
@@ -60,13 +66,22 @@ class Decoder(nn.Module):
         *,
         qkv_bias: bool,
         qk_norm: bool,
+        make_attention: MakeAttention | None,
         make_mlp: MakeMLP | None,
         **placed: Unpack[Placed],
     ):
         super().__init__()
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, **placed)
         self.layers = nn.ModuleList(
-            DecoderLayer(config, i, qkv_bias=qkv_bias, qk_norm=qk_norm, make_mlp=make_mlp, **placed)
+            DecoderLayer(
+                config,
+                i,
+                qkv_bias=qkv_bias,
+                qk_norm=qk_norm,
+                make_attention=make_attention,
+                make_mlp=make_mlp,
+                **placed,
+            )
             for i in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, **placed)
@@ -90,22 +105,29 @@ class CausalLM(nn.Module):
     """A decoder with its head: what a host runs.
 
     The host supplies the parameters' values and, in `batch`, where past K and V lie. It adds no
-    arithmetic. `make_mlp` gives each layer its feed-forward; by default all are dense.
+    arithmetic. `make_attention` and `make_mlp` give each layer its parts; by default attention is
+    grouped-query attention with or without `qkv_bias` and `qk_norm`, and the feed-forward dense.
     """
 
     def __init__(
         self,
         config: DenseConfig,
         *,
-        qkv_bias: bool,
-        qk_norm: bool,
+        qkv_bias: bool = False,
+        qk_norm: bool = False,
+        make_attention: MakeAttention | None = None,
         make_mlp: MakeMLP | None = None,
         **placed: Unpack[Placed],
     ):
         super().__init__()
         self.config = config
         self.model = Decoder(
-            config, qkv_bias=qkv_bias, qk_norm=qk_norm, make_mlp=make_mlp, **placed
+            config,
+            qkv_bias=qkv_bias,
+            qk_norm=qk_norm,
+            make_attention=make_attention,
+            make_mlp=make_mlp,
+            **placed,
         )
         self.lm_head = LMHead(
             config.hidden_size, config.vocab_size, tied=config.tie_word_embeddings, **placed

@@ -37,6 +37,8 @@ class IsoModelsConfig:
             CheckpointError: the weights on disk cannot be read.
         """
         _refuse_options(vllm_config)
+        from isomodels.vllm.mla import leave_own_mla
+
         _, config = read_checkpoint_config(vllm_config.model_config)
         _refuse_mismatch(vllm_config, config)
         # vLLM's "auto" would fall back to pickles.
@@ -44,6 +46,7 @@ class IsoModelsConfig:
         path = Path(vllm_config.model_config.model)
         if path.is_dir():  # before vLLM starts processes; a hub name is checked by `load_weights`
             check_files(path)
+        leave_own_mla(vllm_config)
         _set_logprobs(vllm_config)
         _set_cuda_graphs(vllm_config)
 
