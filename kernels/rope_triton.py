@@ -102,7 +102,8 @@ def _copy_block(
         place, kept = _page_places(
             slot_ptr, token, head, real, stride_page, stride_head, stride_slot, PAGE
         )
-        tl.store(cache_ptr + place + columns[None, :], x, mask=mask & kept[:, None])
+        # Values lie behind their key.
+        tl.store(cache_ptr + place + D + columns[None, :], x, mask=mask & kept[:, None])
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -133,7 +134,7 @@ def _forward(
             )  # fmt: skip
         else:
             _copy_block(
-                block - k_blocks, x_ptr + (HEADS + KV_HEADS) * stride_h, v_ptr, cache_ptr + D,
+                block - k_blocks, x_ptr + (HEADS + KV_HEADS) * stride_h, v_ptr, cache_ptr,
                 slot_ptr, tokens, stride_t, stride_h, KV_HEADS * D,
                 stride_page, stride_head, stride_slot,
                 KV_HEADS, D, 2 * 2**LOG2, PAGE, ROWS,

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from isomodels.kernels.logprob import lm_head, log_normalize, token_logprobs
+from isomodels.kernels.logprob import lm_head, log_normalize, logprobs, token_logprobs
 from tests.kernel.battery import assert_same_bits, hard, relative_rms, unit_error
 from tests.kernel.triton_support import (
     DEVICE,
@@ -38,9 +38,10 @@ def test_against_fp64(rows, vocab, temperature):
     chosen = exact.gather(1, targets[:, None])[:, 0]
     right = torch.autograd.grad(chosen, (h64, w64), grad.double())
     logits = linear_kernels.linear(h, weight, out_dtype=torch.float32)
-    logprobs = logprob_kernels.log_normalize(logits, temperature)
+    normalized = logprob_kernels.log_normalize(logits, temperature)
     bound = unit_error(torch.float32, vocab)
-    assert (logprobs - exact).abs().max() < 1e-4
+    assert (normalized - exact).abs().max() < 1e-4
+    assert_same_bits(logprob_kernels.logprobs(h, weight, temperature), normalized)
     fused, normalizer = logprob_kernels.token_logprobs(h, weight, targets, temperature)
     assert (fused - chosen).abs().max() < 1e-4
     actual = logprob_kernels.token_logprobs_backward(
@@ -82,14 +83,15 @@ def test_gradient_of_logits_in_parts(monkeypatch):
 def test_fused_is_the_normalised_logit_at_the_target(vocab, hidden, dtype, temperature):
     for rows in (1, 5, 64, 65, 300):
         h, weight, targets = head(rows, vocab, hidden, dtype, scale=8 / hidden**0.5)
-        logprobs = log_normalize(lm_head(h, weight), temperature)
+        whole = log_normalize(lm_head(h, weight), temperature)
+        assert_same_bits(logprobs(h, weight, temperature), whole, f"{rows} rows, in place")
         fused, _ = token_logprobs(h, weight, targets, temperature)
-        assert_same_bits(fused, logprobs.gather(1, targets[:, None])[:, 0], f"{rows} rows")
+        assert_same_bits(fused, whole.gather(1, targets[:, None])[:, 0], f"{rows} rows")
         # as a sampler does it: one division by a tensor, then no temperature
         scaled = lm_head(h, weight) / torch.full((rows, 1), temperature, device="cuda")
-        assert_same_bits(log_normalize(scaled), logprobs, "divided before")
+        assert_same_bits(log_normalize(scaled), whole, "divided before")
         exact = torch.log_softmax(lm_head(h, weight).double() / temperature, -1)
-        assert (logprobs - exact).abs().max() < 2e-5
+        assert (whole - exact).abs().max() < 2e-5
 
 
 @ON_GPU
@@ -98,6 +100,41 @@ def test_fused_is_the_normalised_logit_at_the_target(vocab, hidden, dtype, tempe
 def test_rows_stand_alone(vocab, kind):
     logits = hard(70, vocab, kind=kind).cuda()
     assert_rows_stand_alone_on_gpu(log_normalize, logits, COUNTS)
+
+
+@ON_GPU
+@pytest.mark.parametrize("vocab", [QWEN3, 5000])
+def test_parts_and_neighbours_move_no_bit(vocab, monkeypatch):
+    """Programs that wait for one another, beside others that take the multiprocessors."""
+    logits = hard(600, vocab, kind="wide").cuda()
+    whole = log_normalize(logits, 0.7)
+    for blocks, warps in ((8, 4), (16, 8), (32, 4), (128, 8), (256, 16)):
+        monkeypatch.setattr(logprob_kernels, "_PART_BLOCKS", blocks)
+        monkeypatch.setattr(logprob_kernels, "_PART_WARPS", warps)
+        assert_same_bits(log_normalize(logits, 0.7), whole, f"parts of {blocks} blocks")
+    monkeypatch.undo()
+    streams, busy = [torch.cuda.Stream() for _ in range(3)], torch.randn(4096, 4096, device="cuda")
+    torch.cuda.synchronize()
+    results = []
+    for _ in range(5):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                busy @ busy
+                results.append(log_normalize(logits[:100], 0.7))
+    torch.cuda.synchronize()
+    for result in results:
+        assert_same_bits(result, whole[:100], "beside other work")
+
+
+@ON_GPU
+def test_gradients_of_logprobs_in_bf16():
+    h, weight, _ = head(40, 5000, 512, BF16, scale=0.2)
+    h.requires_grad_(), weight.requires_grad_()
+    grad = hard(40, 5000, kind="normal", seed=3).cuda()
+    first = torch.autograd.grad(logprobs(h, weight, 0.9), (h, weight), grad)
+    apart = log_normalize(lm_head(h, weight), 0.9)
+    for one, two in zip(first, torch.autograd.grad(apart, (h, weight), grad), strict=True):
+        assert_same_bits(one, two)
 
 
 @ON_GPU
@@ -138,6 +175,7 @@ def test_a_target_outside_the_vocabulary_is_nan():
 def test_same_in_a_graph():
     h, weight, targets = head(64, 5000, 512, BF16)
     assert_same_in_a_graph(lambda h: log_normalize(lm_head(h, weight)), h)
+    assert_same_in_a_graph(lambda h: logprobs(h, weight, 0.7), h)
     assert_same_in_a_graph(lambda h: token_logprobs(h, weight, targets)[0], h)
 
 
@@ -145,5 +183,5 @@ def test_same_in_a_graph():
 def test_far_from_zero(offset):
     # padding must neither be the maximum nor add to the sum
     logits = (hard(3, 300, kind="normal") + offset).to(DEVICE)
-    logprobs = logprob_kernels.log_normalize(logits, 1.0)
-    assert (logprobs - torch.log_softmax(logits.double(), -1)).abs().max() < 1e-5
+    normalized = logprob_kernels.log_normalize(logits, 1.0)
+    assert (normalized - torch.log_softmax(logits.double(), -1)).abs().max() < 1e-5

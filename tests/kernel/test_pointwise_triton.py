@@ -4,9 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from isomodels.kernels.attention import write_kv_cache
 from isomodels.kernels.embedding import embedding
 from isomodels.kernels.rms_norm import add_rms_norm, rms_norm
 from isomodels.kernels.rope import rope, rope_table
+from isomodels.kernels.rope_qkv import rope_qkv, rope_qkv_to_cache
 from isomodels.kernels.swiglu import swiglu
 from tests.kernel.battery import DTYPES, KINDS, assert_same_bits, hard, relative_rms, unit_error
 from tests.kernel.triton_support import (
@@ -18,6 +20,7 @@ from tests.kernel.triton_support import (
 )
 
 norm_kernels, rope_kernels = kernels("rms_norm_triton"), kernels("rope_triton")
+common_kernels = kernels("common_triton")
 swiglu_kernels, embedding_kernels = kernels("swiglu_triton"), kernels("embedding_triton")
 COUNTS = (2, 3, 8, 31, 32, 33, 64, 65, 200)
 EPS = 1e-6
@@ -85,6 +88,68 @@ def test_rope(tokens, heads, d, norm, dtype):
         assert relative_rms(one, exact) < (1e-2 if d == 2 else 4 * unit_error(dtype, d * tokens))
 
 
+def pages(kv_heads, d, dtype, heads_first=True):
+    """Of 16 slots, in either of vLLM's layouts."""
+    shape = (3, kv_heads, 16, 2 * d) if heads_first else (3, 16, kv_heads, 2 * d)
+    cache = torch.full(shape, 7.0, dtype=dtype, device=DEVICE)
+    return cache if heads_first else cache.transpose(1, 2)
+
+
+@pytest.mark.parametrize("dtype", HERE)
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize(
+    ("tokens", "heads", "kv_heads", "d"), [(1, 1, 1, 2), (9, 5, 1, 40), (6, 4, 2, 128)]
+)
+def test_rope_qkv(tokens, heads, kv_heads, d, norm, dtype):
+    wide = normal(tokens, heads + 2 * kv_heads + 2, d, dtype=dtype)
+    qkv = wide[:, 1:-1]
+    grads = [normal(tokens, n, d, seed=i, dtype=dtype) for i, n in ((1, heads), (2, kv_heads))]
+    grads.append(normal(kv_heads, tokens, d, seed=3, dtype=dtype).transpose(0, 1))
+    positions, table = (torch.arange(tokens) * 7 % 64).to(DEVICE), rope_table(d, 1e4, 64).to(DEVICE)
+    weights = [normal(d, seed=i, dtype=dtype) if norm else None for i in (4, 5)]
+    args = (qkv, positions, table, *weights, heads, EPS)
+    q, k, v = rope_kernels.rope_qkv(*args)
+    assert_same_bits(q, rope_kernels.rope(qkv[:, :heads], positions, table, weights[0], EPS))
+    keys, values = qkv[:, heads:-kv_heads], qkv[:, -kv_heads:]
+    assert_same_bits(k, rope_kernels.rope(keys, positions, table, weights[1], EPS))
+    assert_same_bits(v, values.contiguous())
+    slots = (torch.arange(tokens) * 5 % 48).to(DEVICE)
+    slots[::4] = -1  # padding
+    for heads_first in (True, False):
+        cache = pages(kv_heads, d, dtype, heads_first)
+        again = rope_kernels.rope_qkv(*args, (cache, slots))
+        for one, two in zip(again, (q, k, v), strict=True):
+            assert_same_bits(one, two, "with pages")
+        expected, kept = pages(kv_heads, d, dtype).cpu(), (slots >= 0).cpu()
+        write_kv_cache(k.cpu()[kept], v.cpu()[kept], expected, slots.cpu()[kept])
+        assert_same_bits(cache.cpu(), expected, "pages")
+    dqkv, *dweights = rope_kernels.rope_qkv_backward(*grads, *args[:5], EPS)
+    for x, grad, weight, dweight, part in zip(
+        (qkv[:, :heads], keys), grads[:2], weights, dweights, (dqkv[:, :heads], dqkv[:, heads:]),
+        strict=True,
+    ):  # fmt: skip
+        inputs = (x,) if weight is None else (x, weight)
+        function = lambda x, w=None: exact_rope(x, positions, table, w)  # noqa: E731
+        right = exact_gradients(function, *inputs, seed=grad)
+        bound = 1e-2 if d == 2 else 4 * unit_error(dtype, d * tokens)
+        assert relative_rms(part[:, : x.shape[1]], right[0]) < bound
+        assert (dweight is None) == (weight is None)
+        assert weight is None or relative_rms(dweight, right[1]) < bound
+    assert_same_bits(dqkv[:, -kv_heads:].contiguous(), grads[2].contiguous())
+
+
+@pytest.mark.parametrize("dtypes", [[BF16], [torch.float32, BF16]])
+@pytest.mark.parametrize(("rows", "width"), [(1, 1), (700, 40), (70, 300)])
+def test_sum_rows(rows, width, dtypes):
+    x, split = normal(rows, width), rows if len(dtypes) == 1 else rows // 2
+    sums = common_kernels.sum_rows(x, split, dtypes)
+    exact = [part.double().sum(0) for part in (x[:split], x[split:])]
+    for one, right, dtype in zip(sums, exact, dtypes, strict=False):
+        assert one.dtype == dtype
+        empty = not right.abs().max()
+        assert one.abs().max() == 0 if empty else relative_rms(one, right) < unit_error(dtype, rows)
+
+
 @pytest.mark.parametrize("dtype", HERE)
 @pytest.mark.parametrize(("rows", "width"), [(1, 1), (5, 300), (3, 2049)])
 def test_swiglu(rows, width, dtype):
@@ -134,6 +199,69 @@ def test_rope_rows_stand_alone(heads, norm):
             assert_same_bits(torch.cat(shards, 1), whole, f"{part} ranks")
 
 
+def qkv_case(tokens, heads, kv_heads, norm=True):
+    qkv = hard(tokens, heads + 2 * kv_heads, 128, dtype=BF16).cuda()
+    weights = [hard(128, seed=i, dtype=BF16).cuda() if norm else None for i in (1, 2)]
+    position = torch.arange(tokens, device="cuda") % 4096
+    return qkv, position, rope_table(128, 1e6, 4096).cuda(), *weights, heads, EPS
+
+
+@gpu
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (16, 8), (5, 1)])
+def test_the_fused_rope_has_the_bits_of_rope(heads, kv_heads, norm, monkeypatch):
+    qkv, position, table, *weights, _, _ = args = qkv_case(1000, heads, kv_heads, norm)
+    q = rope(qkv[:, :heads], position, table, weights[0], EPS)
+    k = rope(qkv[:, heads:-kv_heads], position, table, weights[1], EPS)
+    tilings = [(rope_kernels._ROWS, rope_kernels._WARPS)]
+    tilings += [(4, 1), (8, 4), (64, 8)] if norm and heads == 32 else []
+    for rows, warps in tilings:
+        monkeypatch.setattr(rope_kernels, "_ROWS", rows)
+        monkeypatch.setattr(rope_kernels, "_WARPS", warps)
+        cache, slots = pages(kv_heads, 128, BF16), torch.arange(1000, device="cuda") - 952
+        fused = rope_qkv(*args)
+        expected = (q, k, qkv[:, -kv_heads:].contiguous())
+        for one, two in zip(fused, expected, strict=True):
+            assert_same_bits(one, two, f"{rows} rows a program")
+        for one, two in zip(rope_qkv_to_cache(*args, cache, slots), expected, strict=True):
+            assert_same_bits(one, two, f"{rows} rows a program, with pages")
+        kept = torch.cat((k, expected[2]), 2)[952:]  # [48, kv_heads, 2D]
+        assert_same_bits(cache.transpose(1, 2).flatten(0, 1), kept, "pages")
+
+
+@gpu
+def test_rows_of_the_fused_rope_stand_alone():
+    qkv, _, *rest = qkv_case(300, 8, 2)
+    position = torch.full((2000,), 977, device="cuda")
+    op = lambda x: torch.cat(rope_qkv(x, position[: len(x)], *rest), 1)  # noqa: E731
+    assert_rows_stand_alone_on_gpu(op, qkv, COUNTS)
+
+
+@gpu
+@pytest.mark.parametrize("norm", [True, False])
+def test_gradients_of_the_fused_rope_are_those_of_rope(norm):
+    qkv, position, table, *weights, heads, _ = qkv_case(900, 8, 2, norm)
+    qkv = hard(900, 12, 128, kind="normal", dtype=BF16).cuda()
+    leaves = [x.requires_grad_() for x in (qkv, *weights) if x is not None]
+    seeds = [
+        hard(900, n, 128, kind="normal", seed=n + i, dtype=BF16).cuda()
+        for i, n in enumerate((8, 2, 2))
+    ]
+    fused = rope_qkv(qkv, position, table, *weights, heads, EPS)
+    q, k, v = qkv.split((8, 2, 2), 1)
+    apart = (
+        rope(q, position, table, weights[0], EPS),
+        rope(k, position, table, weights[1], EPS),
+        v,
+    )
+    first, second = (torch.autograd.grad(fused, leaves, seeds, retain_graph=True) for _ in range(2))
+    right = torch.autograd.grad(apart, leaves, seeds)
+    for one, two, other in zip(first, second, right, strict=True):
+        assert_same_bits(one, two, "second run")
+        assert relative_rms(one, other) < unit_error(BF16)
+    assert_same_bits(first[0], right[0], "gradient of qkv")
+
+
 @gpu
 @pytest.mark.parametrize("kind", KINDS)
 def test_swiglu_rows_stand_alone(kind):
@@ -175,6 +303,8 @@ def test_same_in_a_graph():
     table, position = rope_table(128, 1e6, 4096).cuda(), torch.arange(64, device="cuda")
     assert_same_in_a_graph(lambda x: rms_norm(x, weight, EPS), x)
     assert_same_in_a_graph(swiglu, x)
+    qkv, *rest = qkv_case(64, 32, 8)
+    assert_same_in_a_graph(lambda x: torch.cat(rope_qkv(x, *rest), 1), qkv)
     assert_same_in_a_graph(
         lambda x: rope(x.view(64, 32, 128), position, table, weight[:128], EPS), x
     )
