@@ -8,7 +8,7 @@ from benchmarks.harness import Timing, against_bandwidth, copies, row
 from isomodels.kernels.embedding_triton import embedding_backward
 from isomodels.kernels.rms_norm_triton import rms_norm, rms_norm_backward
 from isomodels.kernels.rope import rope_table
-from isomodels.kernels.rope_triton import rope, rope_backward
+from isomodels.kernels.rope_triton import rope_qkv, rope_qkv_backward
 from isomodels.kernels.swiglu_triton import swiglu, swiglu_backward
 
 TEST = "tests/kernel/test_pointwise_triton.py"
@@ -51,23 +51,24 @@ def norms() -> Iterator[Timing]:
 def ropes() -> Iterator[Timing]:
     weight, table = _randn(128), rope_table(128, 1e6, TOKENS).cuda()
     positions = torch.arange(TOKENS, device="cuda")
-    for name, heads, first in (("q", 32, 0), ("k", 8, 32)):
-        size = 2 * TOKENS * heads * 128
+    heads, kv_heads = 32, 8
+    whole = heads + 2 * kv_heads
 
-        def view(heads: int = heads, first: int = first) -> torch.Tensor:
-            return _randn(TOKENS, 48, 128)[:, first : first + heads]
+    def forward() -> Callable:
+        qkv = _randn(TOKENS, whole, 128)
+        return lambda: rope_qkv(qkv, positions, table, weight, weight, heads, EPS)
 
-        def forward(view: Callable = view) -> Callable:
-            x = view()
-            return lambda: rope(x, positions, table, weight, EPS)
+    def backward() -> Callable:
+        grads = [_randn(TOKENS, count, 128) for count in (heads, kv_heads, kv_heads)]
+        qkv = _randn(TOKENS, whole, 128)
+        return lambda: rope_qkv_backward(*grads, qkv, positions, table, weight, weight, EPS)
 
-        def backward(view: Callable = view, heads: int = heads) -> Callable:
-            x, grad = view(), _randn(TOKENS, heads, 128)
-            return lambda: rope_backward(grad, x, positions, table, weight, EPS)
-
-        shape = f"{name}, {TOKENS} x {heads} x 128 of the fused qkv"
-        yield _timing("rope with qk-norm", f"forward {shape}", forward, 2 * size)
-        yield _timing("rope with qk-norm", f"backward {shape}", backward, 3 * size)
+    one = 2 * TOKENS * 128  # bytes of one head
+    shape = f"{TOKENS} x {whole} x 128: {heads} of q, {kv_heads} of k, {kv_heads} of v copied"
+    yield _timing("rope with qk-norm", f"forward {shape}", forward, 2 * whole * one)
+    # The backward reads no values.
+    moved = (3 * whole - kv_heads) * one
+    yield _timing("rope with qk-norm", f"backward {shape}", backward, moved)
 
 
 @row("SwiGLU", TEST)
