@@ -60,14 +60,15 @@ def draw_checkpoint(
     Args:
         path: folder to write.
         raw: content of config.json.
-        draw: HF name and shape -> values, which are rounded to the config's dtype.
+        draw: HF name and shape -> values, which are rounded to the config's dtype, or to the
+            tensor's own where it has one.
 
     Returns:
         `path`.
     """
     spec, config = read_config(raw)
     tensors = {
-        source.name: draw(source.name, source.shape).to(config.torch_dtype).cpu()
+        source.name: draw(source.name, source.shape).to(source.dtype or config.torch_dtype).cpu()
         for rule in resolve(load_object(spec.weights)(config), ())
         if not isinstance(rule, Tied)
         for source in rule.sources
@@ -79,6 +80,8 @@ def draw_checkpoint(
 def _draw(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     normal = torch.randn(shape, generator=generator, device=generator.device)
     if len(shape) == 1:
+        if name.endswith("e_score_correction_bias"):
+            return 0.1 * normal  # beside scores of the same spread
         return 0.3 * normal if name.endswith(".bias") else 1.0 + 0.2 * normal
     gain = _LOGIT_SPREAD if "embed_tokens" in name or "lm_head" in name else 1.0
     return normal * (gain / shape[-1] ** 0.5)
