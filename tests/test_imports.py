@@ -22,9 +22,10 @@ MAY_IMPORT = {
     "layers": BRICKS,
     # The registry reads an architecture's config by name; none imports another.
     **dict.fromkeys(FAMILIES, BRICKS),
-    **dict.fromkeys(HOSTS, BRICKS | FAMILIES),
+    "validate": {"kernels", "errors"},
+    **dict.fromkeys(HOSTS, BRICKS | FAMILIES | {"validate"}),
     "parity": BRICKS | FAMILIES | HOSTS,
-    "cli": BRICKS | FAMILIES | HOSTS | {"parity"},
+    "cli": BRICKS | FAMILIES | HOSTS | {"parity", "validate"},
 }
 # Leaves that other projects may copy: nothing but these from outside.
 OUTSIDE = {"kernels": {"torch", "triton"}, "weights_conv": {"torch", "safetensors"}}
@@ -99,6 +100,8 @@ def test_imports_point_one_way() -> None:
         ("isomodels/megatron/x.py", "from isomodels.parity import workload"),
         ("isomodels/parity/x.py", "from isomodels.cli import progress"),
         ("isomodels/parity/x.py", "import vllm"),
+        ("isomodels/validate/x.py", "from isomodels.layers import norm"),
+        ("isomodels/layers/x.py", "from isomodels.validate import bits"),
         ("isomodels/checkpoint.py", "from isomodels.layers import norm"),
         ("isomodels/cli/x.py", "import vllm.version"),
         ("isomodels/__init__.py", "import isomodels.checkpoint"),

@@ -12,6 +12,7 @@ from isomodels import __version__
 from isomodels.cli.check import check
 from isomodels.cli.convert import convert
 from isomodels.cli.parity import parity
+from isomodels.cli.validate import validate
 from isomodels.errors import IsoError
 
 
@@ -37,6 +38,7 @@ app = typer.Typer(
 app.command()(check)
 app.command()(convert)
 app.command()(parity)
+app.command()(validate)
 
 
 def _print_version(asked: bool) -> None:

@@ -1,0 +1,130 @@
+"""`isomodels validate`: do the kernels keep their promises on this device?"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from isomodels.cli.parity import _check_writable
+from isomodels.cli.progress import check_bar
+from isomodels.errors import CheckpointError, UnsupportedError
+
+if TYPE_CHECKING:
+    from isomodels.validate.report import Report
+
+
+def validate(
+    device: Annotated[
+        str | None,
+        typer.Option(help="cpu, cuda or cuda:1 [default: cuda where there is a GPU]."),
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="What a host runs at its start where no report is.")
+    ] = False,
+    interpret: Annotated[
+        bool,
+        typer.Option(
+            "--interpret",
+            help="Run the GPU's kernels in Triton's interpreter on the CPU, in fp32 at tiny "
+            "sizes: errors of indices and masks show, bits do not. Keeps no report.",
+        ),
+    ] = False,
+    operation: Annotated[
+        list[str] | None,
+        typer.Option(help="Only this operation; may be repeated. Keeps no report."),
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Also write the report as JSON ('-': print it).")
+    ] = None,
+) -> None:
+    """Prove every kernel on this device.
+
+    For each operation: equal bits for a row whatever its batch, place, padding, pages, cut and
+    graph; no rows, one row, odd storage; subnormal numbers, signed zeros, ties, huge and tiny
+    exponents, NaN beside it; the error against fp64; gradients. A fault names the operation, the
+    check, the first coordinate that differs and both bit patterns.
+
+    The report is kept in the user's cache. vLLM and Megatron start at once where it passed, refuse
+    where it failed, and run the quick form where there is none. It counts for this device, these
+    versions of driver, torch and Triton, and these kernels. The digests are of outputs on fixed
+    inputs: equal digests on two machines mean equal bits.
+
+    Exit code: 0 every check passed; 1 a check failed; 2 bad input, or a device that is refused.
+
+    Example: isomodels validate --json report.json
+    """
+    from isomodels.validate.report import print_report
+
+    console = Console()
+    json_to = None if json_file is None or str(json_file) == "-" else json_file
+    _check_writable(json_to)
+    if interpret and os.environ.get("TRITON_INTERPRET") != "1":
+        raise typer.Exit(_in_interpreter(operation or [], json_file))
+    report = _run(device, quick, interpret, operation)
+    kept = _keep(report, partial=operation is not None)
+    if json_file is not None and json_to is None:
+        typer.echo(json.dumps(report.as_json(), indent=2))
+    else:
+        print_report(report, console)
+        console.print(kept, highlight=False, soft_wrap=True)
+    if json_to is not None:
+        json_to.write_text(json.dumps(report.as_json(), indent=2) + "\n")
+    if not report.passed:
+        raise typer.Exit(1)
+
+
+def _in_interpreter(operations: list[str], json_file: Path | None) -> int:
+    """This command in a process in which Triton, when first imported, interprets."""
+    arguments = ["validate", "--interpret"]
+    arguments += [part for name in operations for part in ("--operation", name)]
+    arguments += ["--json", str(json_file)] if json_file else []
+    code = "from isomodels.cli.main import app; app(prog_name='isomodels')"
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, env=environment, check=False).returncode
+
+
+def _run(
+    device: str | None, quick: bool, interpret: bool, operations: list[str] | None
+) -> "Report":
+    import torch
+
+    from isomodels.validate.battery import load_operations
+    from isomodels.validate.start import interpreted, validate
+
+    known = load_operations()
+    for name in operations or []:
+        if name not in known:
+            raise UnsupportedError(f"--operation {name}: choose one of {', '.join(known)}")
+    if interpret and (quick or device not in (None, "cpu")):
+        raise UnsupportedError("--interpret runs on the CPU and has one form: leave out the rest")
+    try:
+        where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError:
+        raise UnsupportedError(f"--device {device}: write cpu, cuda or cuda:1") from None
+    with check_bar("Validating") as tell:
+        if interpret:
+            return interpreted(operations, tell)
+        return validate(where, "quick" if quick else "full", operations, tell)
+
+
+def _keep(report: "Report", partial: bool) -> str:
+    """Store a report that hosts may rely on; says what became of it."""
+    from isomodels.validate.report import load, store
+
+    if report.kind == "interpreted":
+        return "Not kept: the interpreter shows no bits."
+    if partial:
+        return "Not kept: some operations only."
+    old, _ = load(report.facts)
+    if report.kind == "quick" and report.passed and old and old.passed and old.kind == "full":
+        return "Not kept: the full battery passed here before."
+    try:
+        return f"Kept as {store(report)}"
+    except CheckpointError as error:
+        return f"Not kept: {error}"

@@ -1,0 +1,151 @@
+"""`isomodels::lm_head`, `isomodels::log_normalize` and `isomodels::token_logprobs`."""
+
+import torch
+from torch import Tensor
+
+from isomodels.kernels.logprob import (
+    lm_head,
+    log_normalize,
+    logits_backward,
+    token_logprobs,
+    token_logprobs_backward,
+)
+from isomodels.validate.accuracy import assert_close
+from isomodels.validate.battery import Place
+from isomodels.validate.bits import Fault
+from isomodels.validate.cases import Case, Inputs, row_operation
+
+TEMPERATURE = 0.7
+# Vocabularies of Qwen3 and MiMo; both are no multiple of the fold's 1,024.
+QWEN3, MIMO = 151936, 151680
+
+
+def _scaled(draw: Inputs, vocab: int, hidden: int) -> tuple[Tensor, Tensor]:
+    """Hidden states and a head whose logits are of the size that models have, for normal inputs."""
+    return draw.floats(draw.num_rows, hidden), draw.floats(vocab, hidden, seed=1) / 8
+
+
+# the vocabulary first; in sums over it the backward is long
+@row_operation(
+    "lm_head",
+    "logits_backward",
+    small=((300, 40), (1003, 65), (7, 8)),
+    real=((4096, 4096), (20000, 1024)),
+)
+def head(draw: Inputs, vocab: int, hidden: int) -> Case:
+    """fp32 logits."""
+    return Case(
+        run=lm_head,
+        exact=lambda hidden, weight: hidden @ weight.t(),
+        rows=(draw.floats(draw.num_rows, hidden),),
+        shared=(draw.floats(vocab, hidden, seed=1),),
+        terms=max(vocab, hidden),
+        backward=logits_backward,
+    )
+
+
+@head.check("not rounded")
+def logits_are_not_rounded(place: Place) -> None:
+    """Logits of bf16 operands have the error of fp32 sums, not of bf16."""
+    dtype = place.dtypes[-1]
+    hidden, weight = (place.hard(n, 64, kind="normal", seed=n, dtype=dtype) for n in (5, 300))
+    logits = lm_head(hidden, weight)
+    assert_close(logits, hidden.double() @ weight.double().t(), 1e-6, "logits")
+
+
+@row_operation(
+    "log_normalize",
+    small=((300,), (1003,), (1024,), (1,)),
+    real=((QWEN3,), (1025,)),
+    fp32_only=True,
+)
+def normalize(draw: Inputs, vocab: int) -> Case:
+    """Log-softmax with a temperature."""
+    rows = min(draw.num_rows, 128) if vocab > 100_000 else draw.num_rows
+    logits = Inputs(draw.place, torch.float32, draw.kind, rows).floats(rows, vocab)
+    return Case(
+        run=lambda x: log_normalize(x, TEMPERATURE),
+        exact=lambda x: torch.log_softmax(x / TEMPERATURE, -1),
+        rows=(logits,),
+        terms=vocab,
+    )
+
+
+@normalize.check("temperature")
+def as_samplers_divide(place: Place) -> None:
+    """A sampler divides in place by a column of temperatures; 1 leaves every bit."""
+    logits = place.hard(20, 1003, kind="normal") * 4
+    column = torch.full((20, 1), TEMPERATURE, dtype=torch.float32, device=place.device)
+    place.same(
+        log_normalize(logits, TEMPERATURE), log_normalize(logits / column, 1.0), "divided before"
+    )
+
+
+@normalize.check("masks")
+def masked_huge_and_shifted(place: Place) -> None:
+    """Masked tokens, one token left, huge and equal logits; padding neither counts nor wins."""
+    logits = place.hard(8, 1003, kind="normal") * 4
+    logits[0, 1:] = -torch.inf
+    logits[1, ::2] = -torch.inf
+    logits[2] *= 1e30
+    logits[3] += 1e30
+    logits[4, 3] = 1e4
+    logits[5] = 0.0
+    logits[6] -= 300.0
+    logits[7] += 300.0
+    got, right = log_normalize(logits, 1.0), torch.log_softmax(logits.double(), 1)
+    if not torch.equal(torch.isneginf(got), torch.isneginf(right)):
+        raise Fault("masked tokens: not minus infinity where, and only where, they are masked")
+    finite = torch.isfinite(right)
+    error = (got.double() - right)[finite].abs() - 1e-6 * right[finite].abs()
+    if not error.max() <= 1e-4:
+        raise Fault(f"masked and huge logits: off by {float(error.max()):.3g}")
+    for row in range(8):
+        place.same(log_normalize(logits[row : row + 1]), got[row : row + 1], f"row {row} alone")
+
+
+@row_operation(
+    "token_logprobs",
+    "token_logprobs_backward",
+    small=((300, 40), (1003, 64), (7, 8)),
+    real=((20000, 2048), (MIMO, 1024)),
+    kinds=("normal", "zeros", "ties", "subnormal", "tiny"),  # others have infinite logits
+)
+def chosen(draw: Inputs, vocab: int, hidden: int) -> Case:
+    """Logprob of a target a row."""
+    h, weight = _scaled(draw, vocab, hidden)
+
+    def exact(h: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
+        logprobs = torch.log_softmax(h @ weight.t() / TEMPERATURE, -1)
+        return logprobs.gather(1, targets[:, None])[:, 0]
+
+    def backward(grad: Tensor, h: Tensor, targets: Tensor, weight: Tensor) -> tuple:
+        _, normalizer = token_logprobs(h, weight, targets, TEMPERATURE)
+        args = (grad.float(), h, weight, targets, normalizer, TEMPERATURE)
+        return token_logprobs_backward(*args)
+
+    return Case(
+        run=lambda h, targets, weight: token_logprobs(h, weight, targets, TEMPERATURE)[0],
+        exact=exact,
+        rows=(h, draw.integers(vocab)),
+        shared=(weight,),
+        terms=vocab,
+        backward=backward,
+    )
+
+
+@chosen.check("fused")
+def is_the_normalised_logit(place: Place) -> None:
+    """What a trainer gets for a target is what the engine's full row holds there."""
+    sizes = [(300, 40)] if not place.on_gpu else [(20000, 2048)]
+    if place.on_gpu and not place.brief:
+        sizes += [(QWEN3, 1024), (1001, 72)]
+    for vocab, hidden in sizes:
+        for rows in (1, 16) if place.brief else (1, 5, 64, 65, 300):
+            draw = Inputs(place, place.dtypes[-1], "normal", min(rows, place.num_rows))
+            (h, weight), targets = _scaled(draw, vocab, hidden), draw.integers(vocab)
+            for temperature in (1.0, TEMPERATURE):
+                whole = log_normalize(lm_head(h, weight), temperature)
+                fused, _ = token_logprobs(h, weight, targets, temperature)
+                expected = whole.gather(1, targets[:, None])[:, 0]
+                place.same(fused, expected, f"{rows} rows, vocabulary {vocab}, T {temperature}")

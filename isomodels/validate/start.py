@@ -1,0 +1,89 @@
+"""What a host asks before it runs a kernel: was this device proved?"""
+
+import logging
+import time
+
+import torch
+
+from isomodels.errors import CheckpointError, UnsupportedError
+from isomodels.validate.battery import Depth, Place
+from isomodels.validate.device import facts, refuse_device, refuse_model, triton_version
+from isomodels.validate.interpret import use_interpreter
+from isomodels.validate.report import Report, load, store
+from isomodels.validate.run import Tell, run_battery
+
+log = logging.getLogger(__name__)
+
+
+def validate(
+    device: torch.device,
+    depth: Depth = "full",
+    names: list[str] | None = None,
+    tell: Tell | None = None,
+) -> Report:
+    """Run the battery on a device.
+
+    Args:
+        device: a CPU, or a GPU of this process.
+        depth: "quick" or "full".
+        names: some operations only; such a report is not to be stored.
+        tell: see `run_battery`.
+
+    Raises:
+        UnsupportedError: the device or its Triton is refused.
+    """
+    refuse_device(device)
+    start = time.perf_counter()
+    outcomes = run_battery(Place(device, depth), names, tell)
+    return Report(depth, facts(device), outcomes, time.perf_counter() - start)
+
+
+def interpreted(names: list[str] | None = None, tell: Tell | None = None) -> Report:
+    """Run the Triton kernels in Triton's interpreter, in fp32 at tiny sizes.
+
+    For a process of its own: afterwards its operators run on the CPU what they run on a GPU.
+
+    Raises:
+        UnsupportedError: Triton is missing, or TRITON_INTERPRET was not set in time.
+    """
+    use_interpreter()
+    cpu = torch.device("cpu")
+    start = time.perf_counter()
+    outcomes = run_battery(Place(cpu, interpreted=True), names, tell)
+    where = {**facts(cpu), "backend": "triton, interpreted", "triton": triton_version()}
+    return Report("interpreted", where, outcomes, time.perf_counter() - start)
+
+
+def require_validated(device: torch.device, *, dtype: torch.dtype, head_dim: int) -> None:
+    """Go on only on a device whose kernels passed the battery; for the start of a host.
+
+    A stored report decides at once. Without one the quick battery runs here and now, and its report
+    is stored. Workers that start together may all run it; the last one's report stays. Random
+    state, default dtype and free memory are afterwards what they were. There is no way around it.
+
+    Args:
+        device: on which the model will run.
+        dtype: of the model.
+        head_dim: of the model's attention.
+
+    Raises:
+        UnsupportedError: a device, Triton, dtype or head size that is refused, or kernels that do
+            not pass.
+    """
+    refuse_device(device)
+    refuse_model(device, dtype=dtype, head_dim=head_dim)
+    here = facts(device)
+    report, reason = load(here)
+    if report is None:
+        log.warning("isomodels: %s; running the quick battery", reason)
+        report = validate(device, "quick")
+        try:
+            store(report)
+        except CheckpointError as error:
+            log.warning("isomodels: the report is not kept, each start will run it: %s", error)
+        log.warning("isomodels: the quick battery took %.1f s", report.seconds)
+    if not report.passed:
+        raise UnsupportedError(
+            f"isomodels: kernels failed their checks on {here['device']} "
+            f"({', '.join(report.failed())}): run `isomodels validate --device {device}` to see why"
+        )
