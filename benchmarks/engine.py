@@ -128,7 +128,7 @@ def generate(llm: Any, load: Load, seed: int) -> float:
 def decode_step_ms(steps: Sequence[tuple[int, int, float]], requests: int) -> float:
     """Median milliseconds from one step that decodes all requests to the next such step."""
     pairs = itertools.pairwise(steps)
-    gaps = [b[2] - a[2] for a, b in pairs if a[:2] == b[:2] == [requests, requests]]
+    gaps = [b[2] - a[2] for a, b in pairs if {*a[:2], *b[:2]} == {requests}]
     return 1e3 * statistics.median(gaps) if gaps else float("nan")
 
 

@@ -1,0 +1,75 @@
+import json
+
+import pytest
+import torch
+
+from benchmarks import engine, qwen3_8b
+from benchmarks.engine_worker import StepProfile
+from isomodels.checkpoint import load_checkpoint
+
+SMALL = {
+    "vocab_size": 503,
+    "hidden_size": 128,
+    "intermediate_size": 352,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 2048,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+
+
+def test_the_checkpoint_is_whole_and_in_shards(tmp_path, monkeypatch):
+    monkeypatch.setattr(qwen3_8b, "SHARD_BYTES", 2**18)
+    raw = qwen3_8b.config(1, **SMALL)
+    model = load_checkpoint(qwen3_8b.write_checkpoint(tmp_path / "a", raw, "cpu"))
+    assert len(list((tmp_path / "a").glob("*.safetensors"))) > 1
+    again = load_checkpoint(qwen3_8b.write_checkpoint(tmp_path / "b", raw, "cpu"))
+    other = load_checkpoint(qwen3_8b.write_checkpoint(tmp_path / "c", raw, "cpu", seed=1))
+    for name, value in model.state_dict().items():
+        assert value.float().std() > 0
+        assert torch.equal(value, again.state_dict()[name])
+        assert not torch.equal(value, other.state_dict()[name])
+
+
+def test_the_cadence_is_of_steps_that_decode_all_requests():
+    steps = [(64, 4, 0.0), (8, 8, 1.0), (8, 8, 1.5), (8, 8, 2.25), (7, 7, 9.0), (8, 8, 9.5)]
+    assert engine.decode_step_ms(steps, 8) == 625.0
+
+
+def chosen(**changed) -> dict:
+    same = dict.fromkeys(engine.SAME, 1)
+    return {
+        "chosen": {**same, **changed},
+        "seconds": [2.0, 2.1, 1.9],
+        "prefill_seconds": [1.0, 1.0, 1.0],
+        "decode_step_ms": 4.0,
+    }
+
+
+def test_lines_of_the_table():
+    load = engine.Load(requests=10, tokens_in=3, tokens_out=4)
+    stock = {**chosen(), "seconds": [1.0, 1.0, 1.0], "decode_step_ms": 3.0}
+    whole, prefill, step = engine.compare(chosen(), stock, load, 36, "vLLM")
+    assert (whole.ratio, whole.floor) == (0.5, 0.95)
+    assert "20 against 40 tokens/s out" in whole.note
+    assert (prefill.ratio, step.ratio) == (1.0, 0.75)
+
+
+@pytest.mark.parametrize("name", engine.SAME)
+def test_schedulers_that_differ_are_refused(name):
+    with pytest.raises(RuntimeError, match=f"not the same scheduler: {name} is 2 for isomodels, 1"):
+        engine.compare(chosen(**{name: 2}), chosen(), engine.Load(), 36, "vLLM")
+
+
+def test_steps_to_profile(monkeypatch):
+    seen = []
+    monkeypatch.setattr(StepProfile, "_start", lambda self: seen.append("start"))
+    profile = StepProfile(min_tokens=8, requests=8, skip=1, count=2)
+    for step in ((4, 8), (8, 7), (8, 8)):
+        profile.before(*step)
+    assert not seen
+    profile.before(9, 8)
+    assert seen == ["start"]
+    json.dumps(profile.result)
