@@ -16,6 +16,7 @@ from isomodels.kernels.rms_norm import add_rms_norm, rms_norm
 from isomodels.kernels.rope import rope
 from isomodels.kernels.row_linear import tree_sum
 from isomodels.kernels.schedule import SCHEDULES
+from isomodels.validate.inputs import numbers
 
 GOLDEN = {
     ("fold_sum", torch.float32): "1adbb4006f38414c",
@@ -28,15 +29,6 @@ GOLDEN = {
     ("rope", torch.bfloat16): "cf3204bef305b3cf",
 }
 VERSIONS = {"rms_norm": 1, "add_rms_norm": 1, "rope": 1}
-
-
-def numbers(*shape: int, seed: int, dtype: torch.dtype) -> Tensor:
-    """Values that are no rounding of anything: made of integers, with exponents from -20 to 20."""
-    count = torch.Size(shape).numel()
-    state = (torch.arange(count, dtype=torch.int64) + seed) * 6364136223846793005 + 1442695040888963
-    mantissa = ((state >> 33) % 65536 - 32768).float() / 32768
-    exponent = ((state >> 17) % 41 - 20).float()
-    return torch.ldexp(mantissa, exponent).view(shape).to(dtype)
 
 
 def outputs(operation: str, dtype: torch.dtype) -> tuple[Tensor, ...]:

@@ -14,7 +14,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernel.battery import assert_same_bits
+from isomodels.validate import rows
+from isomodels.validate.rows import assert_same_in_a_graph
+
+__all__ = [
+    "DEVICE",
+    "ON_GPU",
+    "assert_rows_stand_alone_on_gpu",
+    "assert_same_in_a_graph",
+    "kernels",
+]
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ON_GPU = pytest.mark.gpu
@@ -33,39 +42,10 @@ def kernels(name: str) -> ModuleType:
     return import_module(f"isomodels.kernels.{name}")
 
 
-def assert_rows_stand_alone_on_gpu(op, x: Tensor, counts: tuple[int, ...]) -> Tensor:
+def assert_rows_stand_alone_on_gpu(
+    op: rows.RowFunction, x: Tensor, counts: tuple[int, ...]
+) -> Tensor:
     """Row t of op(x) must not depend on how many rows, which, and where; returns op(x)."""
-    whole = op(x)
-    assert_same_bits(op(x), whole, "second run")
-    for count in counts:
-        if count < len(x):
-            assert_same_bits(op(x[:count]), whole[:count], f"the first {count} rows")
-            assert_same_bits(op(x[-count:]), whole[-count:], f"the last {count} rows")
-    for row in (0, 1, len(x) // 2, len(x) - 1):
-        assert_same_bits(op(x[row : row + 1]), whole[row : row + 1], f"row {row} alone")
-        among = torch.full_like(x[:70], torch.nan)
-        among[33] = x[row]
-        assert_same_bits(op(among)[33], whole[row], f"row {row} among NaN")
-    assert_same_bits(op(x.flip(0)).flip(0), whole, "rows in reverse")
-    wide = torch.full((len(x), x[0].numel() + 7), torch.nan, dtype=x.dtype, device=x.device)
-    wide[:, 3 : 3 + x[0].numel()] = x.flatten(1)
-    view = wide[:, 3 : 3 + x[0].numel()].unflatten(1, x.shape[1:]) if x.dim() > 2 else None
-    view = wide[:, 3 : 3 + x.shape[1]] if view is None else view
-    assert_same_bits(op(view), whole, "part of a wider matrix at an odd offset")
-    assert op(x[:0]).shape == (0, *whole.shape[1:])
+    whole = rows.assert_row_invariant(op, x, counts=counts)
+    rows.assert_storage_does_not_matter(op, x)
     return whole
-
-
-def assert_same_in_a_graph(op, x: Tensor) -> None:
-    """The same bits when captured and replayed on other values."""
-    other = x.flip(0).clone()
-    expected, buffer = op(other), x.clone()
-    op(buffer)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = op(buffer)
-    buffer.copy_(other)
-    graph.replay()
-    torch.cuda.synchronize()
-    assert_same_bits(out, expected, "replayed")
