@@ -130,11 +130,15 @@ def _setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple:
-    gradients = grouped_gradients(grad, *ctx.saved_tensors, *ctx.needs_input_grad[:2])
-    return *gradients, *[None] * (ctx.inputs - 2)
+    needs_x, needs_weight = ctx.needs_input_grad[:2]
+    dx, dweight = grouped_linear_backward(grad, *ctx.saved_tensors, needs_x, needs_weight)
+    rest = [None] * (ctx.inputs - 2)
+    return dx if needs_x else None, dweight if needs_weight else None, *rest
 
 
-def grouped_gradients(
+# An operator of its own, since its loop over experts reads the offsets.
+@torch.library.custom_op("isomodels::grouped_linear_backward", mutates_args=(), device_types="cpu")
+def grouped_linear_backward(
     grad: Tensor,
     x: Tensor,
     weight: Tensor,
@@ -143,7 +147,7 @@ def grouped_gradients(
     places: Tensor | None,
     needs_x: bool,
     needs_weight: bool,
-) -> tuple[Tensor | None, Tensor | None]:
+) -> tuple[Tensor, Tensor]:
     """Gradients of `grouped_linear`, from run to run the same.
 
     Args:
@@ -154,24 +158,38 @@ def grouped_gradients(
 
     Returns:
         (dx of the shape of x, its slots summed in fp32; dweight [E, N, K], zero for an expert
-        without rows); None for what is not asked for.
+        without rows); of no elements where it is not asked for.
     """
     grad = grad.float()
     rows = (x if order is None or places is None else _gather(x, order, places)).float()
-    dx = torch.empty_like(rows) if needs_x else None
-    dweight = torch.zeros_like(weight) if needs_weight else None
+    drows = torch.empty_like(rows) if needs_x else None
+    dweight = torch.zeros_like(weight) if needs_weight else weight.new_empty(0)
     for expert, (start, end) in enumerate(pairwise(offsets.tolist())):
         if end == start:
             continue
-        if dx is not None:
-            dx[start:end] = grad[start:end] @ weight[expert].float()
-        if dweight is not None:
+        if drows is not None:
+            drows[start:end] = grad[start:end] @ weight[expert].float()
+        if needs_weight:
             dweight[expert] = grad[start:end].t() @ rows[start:end]
-    if dx is None:
-        return None, dweight
-    if places is not None:
-        dx = sum_slots(dx, places)  # [R, K] -> [T, K]
+    if drows is None:
+        return x.new_empty(0), dweight
+    dx = drows if places is None else sum_slots(drows, places)  # [R, K] -> [T, K]
     return dx.to(x.dtype), dweight
+
+
+@grouped_linear_backward.register_fake
+def _(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    offsets: Tensor,
+    order: Tensor | None,
+    places: Tensor | None,
+    needs_x: bool,
+    needs_weight: bool,
+) -> tuple[Tensor, Tensor]:
+    dx = x.new_empty(x.shape if needs_x else (0,))
+    return dx, weight.new_empty(weight.shape if needs_weight else (0,))
 
 
 def sum_slots(y: Tensor, places: Tensor) -> Tensor:

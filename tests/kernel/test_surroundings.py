@@ -18,6 +18,7 @@ from isomodels.kernels.delta_gates import delta_gates
 from isomodels.kernels.embedding import embedding
 from isomodels.kernels.gated_delta import gated_delta_rule, paged_gated_delta_rule, state_layout
 from isomodels.kernels.gated_norm import gated_rms_norm
+from isomodels.kernels.grouped_linear import grouped_linear
 from isomodels.kernels.linear import linear
 from isomodels.kernels.logprob import lm_head, log_normalize, logprobs, token_logprobs
 from isomodels.kernels.mla_attention import (
@@ -25,11 +26,14 @@ from isomodels.kernels.mla_attention import (
     paged_mla_attention,
     write_latent_cache,
 )
+from isomodels.kernels.moe_combine import moe_combine
+from isomodels.kernels.moe_sort import moe_sort
 from isomodels.kernels.one_plus import one_plus
 from isomodels.kernels.partial_rope import partial_rope
 from isomodels.kernels.rms_norm import add_rms_norm, rms_norm
 from isomodels.kernels.rope import rope, rope_table
 from isomodels.kernels.rope_qkv import rope_qkv, rope_qkv_to_cache
+from isomodels.kernels.router import route, router_logits
 from isomodels.kernels.row_linear import row_linear
 from isomodels.kernels.schedule import SCHEDULES
 from isomodels.kernels.sigmoid_gate import sigmoid_gate
@@ -99,8 +103,38 @@ def run_rope_qkv_to_cache() -> Tensor:
     return torch.cat((*(part.flatten() for part in parts), cache.flatten()))
 
 
+# 20 tokens, each to 3 of 5 experts
+EXPERT_IDS = torch.stack([(IDS * step + step) % 5 for step in (1, 2, 3)], 1).sort(1).values.int()
+EXPERT_WEIGHTS = W.view(5, 14, 64)
+BIAS = hard(70, kind="normal", seed=3)
+
+
+def run_route() -> Tensor:
+    weights, ids = route(X, 6, "softmax", False)
+    grouped, others = route(W[:20], 6, "sigmoid", True, 2.5, BIAS[:64], 8, 4)
+    return torch.cat((weights, ids.float(), grouped, others.float()), 1)
+
+
+def run_moe_sort() -> Tensor:
+    return torch.cat([part.flatten().float() for part in moe_sort(EXPERT_IDS, 5)])
+
+
+def run_grouped_linear() -> Tensor:
+    return grouped_linear(X, EXPERT_WEIGHTS, *moe_sort(EXPERT_IDS, 5))
+
+
+def run_moe_combine() -> Tensor:
+    y, places = W[:60], torch.arange(60, dtype=torch.int32, device="cpu").view(20, 3)
+    return moe_combine(y, X[:, :3].contiguous(), places, X, NORM[:20, None])
+
+
 OPERATIONS: dict[str, Callable[[], Tensor]] = {
     "linear": lambda: linear(X, W, W[:, 0]),
+    "router_logits": lambda: router_logits(X, W),
+    "route": run_route,
+    "moe_sort": run_moe_sort,
+    "grouped_linear": run_grouped_linear,
+    "moe_combine": run_moe_combine,
     "row_linear": lambda: row_linear(X, W),
     "rms_norm": lambda: rms_norm(X, NORM, 1e-6),
     "add_rms_norm": lambda: torch.cat(add_rms_norm(X, X * 2, NORM, 1e-6)),
@@ -248,6 +282,17 @@ def test_operators_under_ahead_of_time_dispatch(name):
     bounds, rows = torch.tensor([0, 3, 7], dtype=torch.int32), NORM.clone().requires_grad_()
     args = {
         "linear": (linear, (x, w, norm)),
+        "router_logits": (router_logits, (x, w)),
+        "route": (route, (x, 6, "sigmoid", True, 2.5, BIAS[:64], 8, 4)),
+        "moe_sort": (moe_sort, (EXPERT_IDS[:7], 5)),
+        "grouped_linear": (
+            grouped_linear,
+            (x, EXPERT_WEIGHTS.clone().requires_grad_(), *moe_sort(EXPERT_IDS[:7], 5)),
+        ),
+        "moe_combine": (
+            moe_combine,
+            (w[:3], x[:1, :3].detach().requires_grad_(), INT32.new_tensor([[2, 0, 1]])),
+        ),
         "row_linear": (row_linear, (x, w)),
         "rms_norm": (rms_norm, (x, rows, 1e-6)),
         "add_rms_norm": (add_rms_norm, (x, x.detach() * 2, rows, 1e-6)),
