@@ -20,6 +20,7 @@ from isomodels.weights_conv.files import TensorFiles, read_tensors
 from isomodels.weights_conv.rules import (
     Carried,
     Resolved,
+    Widened,
     check_tensors,
     check_tied,
     dtype_name,
@@ -228,6 +229,8 @@ def check_round_trip(checkpoint: Checkpoint) -> None:
         hf = {source.name: source for source in rule.sources}
         parts = {name: checkpoint.tensors[name] for name in hf if name in checkpoint.tensors}
         module = dict(iter_module([rule], parts))
+        if isinstance(rule, Widened):
+            parts = {name: tensor.to(rule.dtype) for name, tensor in parts.items()}
         _same_tensors(parts if module else {}, to_hf([rule], module), "the round trip")
 
 
@@ -239,7 +242,10 @@ class _Cast(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         tensor = self.tensors[name]
-        return tensor if name in self.kept else tensor.to(self.dtype)
+        # what is kept may be of the old dtype; float32 holds any of them
+        if name in self.kept and self.dtype != torch.float32:
+            return tensor
+        return tensor.to(self.dtype)
 
     def __contains__(self, name: object) -> bool:
         return name in self.tensors  # without reading the tensor

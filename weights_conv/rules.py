@@ -20,11 +20,15 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class Source:
-    """One HF tensor; `dtype` where it has its own, whatever the checkpoint's."""
+    """One HF tensor; `dtype` where it has its own, whatever the checkpoint's.
+
+    `or_common`: a file may also hold it in the checkpoint's dtype.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype | None = None
+    or_common: bool = False
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,26 @@ class Same:
     def split(self, tensor: Tensor) -> list[Tensor]:
         """Module tensor -> HF tensors, as views."""
         return [tensor]
+
+
+@dataclass(frozen=True)
+class Widened(Same):
+    """A float32 tensor that a file holds in float32 or in the checkpoint's dtype.
+
+    A save writes float32: what a training made of it need not fit into less.
+    """
+
+    dtype: torch.dtype | None = torch.float32
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """The one HF tensor."""
+        return (Source(self.hf_name or self.name, self.shape, self.dtype, or_common=True),)
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """HF tensor -> module tensor."""
+        (tensor,) = parts
+        return tensor.to(self.dtype)
 
 
 @dataclass(frozen=True)
@@ -249,7 +273,8 @@ def check_tensors(
         if tuple(tensor.shape) != source.shape:
             shapes.append(f"{name} is {list(tensor.shape)} instead of {list(source.shape)}")
         wanted = source.dtype or dtype
-        if wanted is not None and tensor.dtype != wanted:
+        fits = tensor.dtype == wanted or (source.or_common and tensor.dtype == dtype)
+        if wanted is not None and not fits:
             mistyped.setdefault(wanted, []).append(f"{name} is {dtype_name(tensor.dtype)}")
     problems = []
     if missing:
