@@ -1,4 +1,4 @@
-"""What a forward needs beside tokens and positions: sequence bounds, and where past K and V lie."""
+"""What a forward needs beside tokens and positions: sequence bounds, and where the past lies."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,6 +24,20 @@ class PagedKV:
 
 
 @dataclass(frozen=True)
+class PagedStates:
+    """An engine's recurrent states, of those layers that have one, in their order.
+
+    Attributes:
+        tensors: by layer, the tensors of a state, each [num_slots, ...], any strides. A state
+            belongs to the number of tokens in it: the open chunk's length is not stored.
+        slots: by layer, [num_seqs] int32: an engine may lay out each layer's states by itself.
+    """
+
+    tensors: Sequence[Sequence[Tensor]]
+    slots: Sequence[Tensor]
+
+
+@dataclass(frozen=True)
 class Batch:
     """Sequences along one flat token axis.
 
@@ -33,6 +47,7 @@ class Batch:
         max_seqlen_q: longest run of new tokens.
         max_seqlen_k: longest history.
         paged: the engine's pages, or None where the packed tokens are all there is (a trainer).
+        states: the engine's recurrent states, likewise.
     """
 
     cu_seqlens_q: Tensor
@@ -40,6 +55,7 @@ class Batch:
     max_seqlen_q: int
     max_seqlen_k: int
     paged: PagedKV | None = None
+    states: PagedStates | None = None
 
     @staticmethod
     def packed(cu_seqlens: Tensor) -> "Batch":
