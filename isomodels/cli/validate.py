@@ -94,23 +94,24 @@ def _run(
 ) -> "Report":
     import torch
 
-    from isomodels.validate.battery import load_operations
+    from isomodels.validate.battery import Place, load_operations
     from isomodels.validate.start import interpreted, validate
 
-    known = load_operations()
-    for name in operations or []:
-        if name not in known:
-            raise UnsupportedError(f"--operation {name}: choose one of {', '.join(known)}")
     if interpret and (quick or device not in (None, "cpu")):
         raise UnsupportedError("--interpret runs on the CPU and has one form: leave out the rest")
     try:
         where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     except RuntimeError:
         raise UnsupportedError(f"--device {device}: write cpu, cuda or cuda:1") from None
+    place = Place(where, "quick" if quick else "full", interpret)
+    known = [name for name, op in load_operations().items() if op.runs_on(place)]
+    for name in operations or []:
+        if name not in known:
+            raise UnsupportedError(f"--operation {name}: choose one of {', '.join(known)}")
     with check_bar("Validating") as tell:
         if interpret:
             return interpreted(operations, tell)
-        return validate(where, "quick" if quick else "full", operations, tell)
+        return validate(where, place.depth, operations, tell)
 
 
 def _keep(report: "Report", partial: bool) -> str:

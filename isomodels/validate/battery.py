@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch._library.custom_ops import CustomOpDef
 
+from isomodels.kernels.schedule import SCHEDULES
 from isomodels.validate.accuracy import Same, assert_close
 from isomodels.validate.bits import Fault, assert_same_bits
 from isomodels.validate.inputs import hard
@@ -59,6 +60,11 @@ class Place:
     def on_gpu(self) -> bool:
         """Whether bits of the Triton backend are compared."""
         return self.device.type == "cuda"
+
+    @property
+    def backend(self) -> str:
+        """As in `kernels/schedule.py`."""
+        return "triton" if self.on_gpu or self.interpreted else "torch"
 
     @property
     def brief(self) -> bool:
@@ -136,6 +142,10 @@ class Operation:
             return function
 
         return add
+
+    def runs_on(self, place: Place) -> bool:
+        """Whether it has the backend of that place: then it declares its schedule."""
+        return (self.name, place.backend) in SCHEDULES
 
     def names(self, place: Place) -> list[str]:
         """The checks that run there; hard values say nothing about numpy's arithmetic."""

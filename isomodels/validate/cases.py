@@ -95,6 +95,7 @@ def row_operation(
     real: Shapes,
     kinds: tuple[str, ...] = KINDS,
     fp32_only: bool = False,
+    trainable: bool = True,
     gradient_roundings: int = 2,
 ) -> Callable[[Maker], Operation]:
     """Decorator: declare an operation of rows by what makes its cases, and all its checks.
@@ -106,22 +107,26 @@ def row_operation(
         real: sizes of models, for a GPU; the quick battery runs the first.
         kinds: of `inputs.KINDS` that it is specified for.
         fp32_only: its arguments are fp32 in every model.
+        trainable: whether it has gradients.
         gradient_roundings: bound of the gradients' error, in roundings.
 
     The function is called as make(inputs, *shape) -> Case.
     """
 
     def declare(make: Maker) -> Operation:
-        made = operation(name, *gradient_operators)
+        made = operation(name, *gradient_operators, trainable=trainable)
         cases = functools.partial(_cases, make, small, real, fp32_only)
         made.checks |= {
             "invariance": lambda place: _invariance(place, cases(place)),
             "degenerate": lambda place: _degenerate(place, cases(place)),
             "hazards": lambda place: _hazards(place, make, (small, real), kinds),
             "accuracy": lambda place: _accuracy(cases(place)),
-            "gradients": lambda place: _gradients(place, cases(place), gradient_roundings),
             GRAPH: lambda place: _graph(place, make, real[0]),
         }
+        if trainable:
+            made.checks["gradients"] = lambda place: _gradients(
+                place, cases(place), gradient_roundings
+            )
         made.outputs = lambda place: _outputs(place, make, small[0], real[0])
         return made
 

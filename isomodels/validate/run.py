@@ -61,8 +61,11 @@ def run_battery(
     Returns:
         {operation: outcome}. In the full battery a gap is a fault of an operation "battery".
     """
-    operations = load_operations()
-    chosen = [operations[name] for name in names] if names is not None else [*operations.values()]
+    chosen = [
+        op
+        for name, op in load_operations().items()
+        if op.runs_on(place) and (names is None or name in names)
+    ]
     outcomes = {op.name: Outcome() for op in chosen}
     jobs = [(op, check) for op in chosen for check in (*op.names(place), _DIGEST)]
     # Other threads may not allocate while a graph is captured.

@@ -1,5 +1,7 @@
 """`isomodels::lm_head`, `isomodels::log_normalize` and `isomodels::token_logprobs`."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -7,6 +9,7 @@ from isomodels.kernels.logprob import (
     lm_head,
     log_normalize,
     logits_backward,
+    logprobs,
     token_logprobs,
     token_logprobs_backward,
 )
@@ -18,6 +21,7 @@ from isomodels.validate.cases import Case, Inputs, row_operation
 TEMPERATURE = 0.7
 # Vocabularies of Qwen3 and MiMo; both are no multiple of the fold's 1,024.
 QWEN3, MIMO = 151936, 151680
+_FINITE = ("normal", "zeros", "ties", "subnormal", "tiny")  # others have infinite logits
 
 
 def _scaled(draw: Inputs, vocab: int, hidden: int) -> tuple[Tensor, Tensor]:
@@ -62,7 +66,7 @@ def logits_are_not_rounded(place: Place) -> None:
 def normalize(draw: Inputs, vocab: int) -> Case:
     """Log-softmax with a temperature."""
     rows = min(draw.num_rows, 128) if vocab > 100_000 else draw.num_rows
-    logits = Inputs(draw.place, torch.float32, draw.kind, rows).floats(rows, vocab)
+    logits = replace(draw, dtype=torch.float32).floats(rows, vocab)
     return Case(
         run=lambda x: log_normalize(x, TEMPERATURE),
         exact=lambda x: torch.log_softmax(x / TEMPERATURE, -1),
@@ -105,11 +109,43 @@ def masked_huge_and_shifted(place: Place) -> None:
 
 
 @row_operation(
+    "logprobs",
+    "logits_backward",
+    small=((300, 40), (1003, 64), (7, 8)),
+    real=((20000, 2048), (MIMO, 1024)),
+    kinds=_FINITE,
+)
+def whole(draw: Inputs, vocab: int, hidden: int) -> Case:
+    """The normalised row that an engine returns."""
+    if vocab > 100_000:
+        draw = replace(draw, num_rows=min(draw.num_rows, 300))
+    h, weight = _scaled(draw, vocab, hidden)
+    return Case(
+        run=lambda h, weight: logprobs(h, weight, TEMPERATURE),
+        exact=lambda h, weight: torch.log_softmax(h @ weight.t() / TEMPERATURE, -1),
+        rows=(h,),
+        shared=(weight,),
+        terms=vocab,
+    )
+
+
+@whole.check("parts")
+def is_the_head_then_the_normaliser(place: Place) -> None:
+    """The bits of `log_normalize` of `lm_head`."""
+    vocab, hidden = (20000, 2048) if place.on_gpu else (1003, 64)
+    draw = Inputs(place, place.dtypes[-1], "normal", place.few_rows)
+    h, weight = _scaled(draw, vocab, hidden)
+    for temperature in (1.0, TEMPERATURE):
+        apart = log_normalize(lm_head(h, weight), temperature)
+        place.same(logprobs(h, weight, temperature), apart, f"temperature {temperature}")
+
+
+@row_operation(
     "token_logprobs",
     "token_logprobs_backward",
     small=((300, 40), (1003, 64), (7, 8)),
     real=((20000, 2048), (MIMO, 1024)),
-    kinds=("normal", "zeros", "ties", "subnormal", "tiny"),  # others have infinite logits
+    kinds=_FINITE,
 )
 def chosen(draw: Inputs, vocab: int, hidden: int) -> Case:
     """Logprob of a target a row."""

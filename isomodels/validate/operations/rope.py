@@ -9,7 +9,7 @@ from isomodels.validate.cases import Case, Inputs, row_operation
 from isomodels.validate.operations.rms_norm import EPS
 from isomodels.validate.operations.rms_norm import exact as exact_norm
 
-_POSITIONS = 2048
+POSITIONS = 2048
 
 
 def exact(x: Tensor, positions: Tensor, table: Tensor, weight: Tensor | None) -> Tensor:
@@ -30,7 +30,7 @@ def exact(x: Tensor, positions: Tensor, table: Tensor, weight: Tensor | None) ->
 )
 def checks(draw: Inputs, heads: int, head_dim: int, norm: int) -> Case:
     """Each row has its position; the table is the library's own."""
-    table = rope_table(head_dim, 1e6, _POSITIONS).to(draw.place.device)
+    table = rope_table(head_dim, 1e6, POSITIONS).to(draw.place.device)
     weights = (draw.floats(head_dim, seed=1, kind="normal"),) if norm else ()
 
     def backward(grad: Tensor, x: Tensor, positions: Tensor, *weight: Tensor) -> list[Tensor]:
@@ -41,7 +41,7 @@ def checks(draw: Inputs, heads: int, head_dim: int, norm: int) -> Case:
     return Case(
         run=lambda x, at, *w: rope(x, at, table, *(w or (None,)), EPS),
         exact=lambda x, at, *w: exact(x, at, table, *(w or (None,))),
-        rows=(draw.floats(draw.num_rows, heads, head_dim), draw.integers(_POSITIONS)),
+        rows=(draw.floats(draw.num_rows, heads, head_dim), draw.integers(POSITIONS)),
         shared=weights,
         terms=head_dim + heads * draw.num_rows,
         backward=backward,
@@ -53,7 +53,7 @@ def a_head_stands_alone(place: Place) -> None:
     """A rank of tensor parallelism holds some heads; k is a view of the fused projection."""
     dtype, heads = place.dtypes[-1], 8
     head_dim = 128 if place.on_gpu else 32
-    table = rope_table(head_dim, 1e6, _POSITIONS).to(place.device)
+    table = rope_table(head_dim, 1e6, POSITIONS).to(place.device)
     weight = place.hard(head_dim, kind="normal", seed=1, dtype=dtype)
     rows = min(place.num_rows, 100)
     fused = place.hard(rows, heads + 3, head_dim, dtype=dtype)
