@@ -9,6 +9,7 @@ from benchmarks.harness import Timing, against, against_bandwidth, row
 from isomodels.kernels.logprob import lm_head
 from isomodels.kernels.logprob_triton import (
     log_normalize,
+    logprobs,
     token_logprobs,
     token_logprobs_backward,
 )
@@ -35,6 +36,12 @@ def head() -> Iterator[Timing]:
         ours, theirs = [lambda h=hidden: lm_head(h, weight)], [lambda h=hidden: F.linear(h, weight)]
         shape = f"lm_head {rows} x {VOCAB}, fp32 logits"
         yield against("head", shape, "cuBLAS through torch, bf16 logits", ours, theirs, 0.0)
+        # what an engine asks of its head: stock vLLM casts the logits and takes their log-softmax
+        ours = [lambda h=hidden: logprobs(h, weight, 1.0)]
+        theirs = [lambda h=hidden: F.linear(h, weight).float().log_softmax(-1)]
+        shape = f"logprobs {rows} x {VOCAB}"
+        baseline = "torch: cuBLAS with bf16 logits, cast, log_softmax"
+        yield against("head", shape, baseline, ours, theirs, 0.0)
     rows = 8192
     hidden = torch.randn(rows, HIDDEN, **BF16)
     targets = torch.randint(0, VOCAB, (rows,), device="cuda")

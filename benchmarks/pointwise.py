@@ -49,25 +49,36 @@ def norms() -> Iterator[Timing]:
 
 @row("rope with qk-norm", TEST)
 def ropes() -> Iterator[Timing]:
-    weight, table = _randn(128), rope_table(128, 1e6, TOKENS).cuda()
+    """A fused projection: q and k are rotated, v is copied, and the gradient is one tensor."""
+    heads, kv_heads, dim = 32, 8, 128
+    weights, table = (_randn(dim), _randn(dim)), rope_table(dim, 1e6, TOKENS).cuda()
     positions = torch.arange(TOKENS, device="cuda")
-    heads, kv_heads = 32, 8
-    whole = heads + 2 * kv_heads
+    head = 2 * TOKENS * dim  # bytes of one head of all tokens
+    rotated, copied = heads + kv_heads, kv_heads
+
+    def arguments() -> tuple:
+        return _randn(TOKENS, rotated + copied, dim), positions, table, *weights
 
     def forward() -> Callable:
-        qkv = _randn(TOKENS, whole, 128)
-        return lambda: rope_qkv(qkv, positions, table, weight, weight, heads, EPS)
+        args = arguments()
+        return lambda: rope_qkv(*args, heads, EPS)
+
+    def paged() -> Callable:
+        cache, slots = _randn(TOKENS // 16, kv_heads, 16, 2 * dim), torch.randperm(TOKENS).cuda()
+        args = arguments()
+        return lambda: rope_qkv(*args, heads, EPS, (cache, slots))
 
     def backward() -> Callable:
-        grads = [_randn(TOKENS, count, 128) for count in (heads, kv_heads, kv_heads)]
-        qkv = _randn(TOKENS, whole, 128)
-        return lambda: rope_qkv_backward(*grads, qkv, positions, table, weight, weight, EPS)
+        grads = [_randn(TOKENS, count, dim) for count in (heads, kv_heads, kv_heads)]
+        args = arguments()
+        return lambda: rope_qkv_backward(*grads, *args, EPS)
 
-    one = 2 * TOKENS * 128  # bytes of one head
-    shape = f"{TOKENS} x {whole} x 128: {heads} of q, {kv_heads} of k, {kv_heads} of v copied"
-    yield _timing("rope with qk-norm", f"forward {shape}", forward, 2 * whole * one)
-    # The backward reads no values.
-    moved = (3 * whole - kv_heads) * one
+    shape = f"{TOKENS} x ({heads} q, {kv_heads} k, {kv_heads} v) x {dim}"
+    moved = head * (2 * rotated + 2 * copied)
+    yield _timing("rope with qk-norm", f"forward {shape}", forward, moved)
+    pages = f"forward and to pages {shape}"
+    yield _timing("rope with qk-norm", pages, paged, moved + 2 * kv_heads * head)
+    moved = head * (3 * rotated + 2 * copied)
     yield _timing("rope with qk-norm", f"backward {shape}", backward, moved)
 
 
