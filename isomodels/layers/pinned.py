@@ -1,4 +1,4 @@
-"""Buffers whose dtype no host may change: wrappers cast whole models (`.bfloat16()`, `.to()`)."""
+"""Tensors whose dtype no host may change: wrappers cast whole models (`.bfloat16()`, `.to()`)."""
 
 from collections.abc import Callable
 from typing import Self
@@ -33,9 +33,30 @@ class PinnedBuffers(nn.Module):
         return self
 
 
-def pinned_buffers(module: nn.Module) -> dict[str, torch.dtype]:
-    """Names of all pinned buffers below a module, and their dtypes."""
-    return {
+class PinnedParameters(nn.Module):
+    """A module without children whose parameters all keep their dtype and bits under any cast.
+
+    They move to other devices with the module.
+    """
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        def keep_dtype(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
+
+        super()._apply(keep_dtype, recurse)
+        return self
+
+
+def pinned_tensors(module: nn.Module) -> dict[str, torch.dtype]:
+    """Names of all pinned buffers and parameters below a module, and their dtypes."""
+    parameters = {
+        f"{prefix}.{name}" if prefix else name: parameter.dtype
+        for prefix, one in module.named_modules()
+        if isinstance(one, PinnedParameters)
+        for name, parameter in one.named_parameters(recurse=False)
+    }
+    return parameters | {
         f"{prefix}.{name}" if prefix else name: dtype
         for prefix, one in module.named_modules()
         if isinstance(one, PinnedBuffers)

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from isomodels.errors import UnsupportedError
 from isomodels.kernels.logprob import log_normalize
-from isomodels.layers.pinned import pinned_buffers
+from isomodels.layers.pinned import pinned_tensors
 from isomodels.megatron.experts import prepare_experts
 from isomodels.megatron.inputs import read_tokens
 
@@ -144,7 +144,7 @@ class IsoLanguageModel(LanguageModule):
             set_defaults_if_not_set_tensor_model_parallel_attributes(param)
 
     def _check_dtypes(self) -> None:
-        pinned = pinned_buffers(self.core)
+        pinned = pinned_tensors(self.core)
         for name, tensor in [*self.core.named_parameters(), *self.core.named_buffers()]:
             wanted = pinned.get(name, self.config.params_dtype)
             if tensor.is_floating_point() and tensor.dtype != wanted:

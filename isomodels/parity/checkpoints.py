@@ -46,8 +46,16 @@ def random_checkpoint(
     """
     generator = torch.Generator(device).manual_seed(seed)
     raw = {k: v for k, v in raw.items() if k != "torch_dtype"} | {"dtype": dtype}
+    # their norms multiply with 1 + weight, but for the gated one
+    centred = read_config(raw)[0].family == "hybrid"
+
+    def draw(name: str, shape: tuple[int, ...]) -> Tensor:
+        x = _draw(name, shape, generator)
+        shifted = centred and "norm" in name and not name.endswith("linear_attn.norm.weight")
+        return x - 1.0 if shifted else x
+
     try:
-        return draw_checkpoint(path, raw, lambda name, shape: _draw(name, shape, generator))
+        return draw_checkpoint(path, raw, draw)
     finally:
         torch.cuda.empty_cache()  # the hosts need the room
 
@@ -79,6 +87,8 @@ def draw_checkpoint(
 
 def _draw(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     normal = torch.randn(shape, generator=generator, device=generator.device)
+    if name.endswith("A_log"):
+        return 1.5 * normal - 1.0  # from heads that forget within a token to such that do not
     if len(shape) == 1:
         if name.endswith("e_score_correction_bias"):
             return 0.1 * normal  # beside scores of the same spread
