@@ -1,0 +1,129 @@
+"""The gated delta rule layer of Qwen3-Next and Qwen3.5: projections, short convolution, rule, norm.
+
+T tokens, HK key heads of K channels, HV value heads of V channels.
+"""
+
+from typing import Unpack
+
+import torch
+from torch import Tensor, nn
+
+from isomodels.batch import Batch
+from isomodels.kernels import gated_delta
+from isomodels.kernels.causal_conv import causal_conv, paged_causal_conv
+from isomodels.kernels.delta_gates import delta_gates
+from isomodels.kernels.gated_delta import gated_delta_rule, paged_gated_delta_rule
+from isomodels.kernels.gated_norm import gated_rms_norm
+from isomodels.layers.hybrid_config import HybridConfig
+from isomodels.layers.linear import Linear, Placed, RowLinear, parameter
+from isomodels.layers.pinned import PinnedParameters
+
+
+def state_layout(config: HybridConfig, dtype: torch.dtype) -> gated_delta.Layout:
+    """Shape and dtype of each tensor of one sequence's state in one layer.
+
+    The convolution's window first, then the tensors of `kernels.gated_delta.state_layout`.
+    """
+    key_heads, heads = config.linear_num_key_heads, config.linear_num_value_heads
+    key_dim, value_dim = config.linear_key_head_dim, config.linear_value_head_dim
+    channels = 2 * key_heads * key_dim + heads * value_dim
+    window = ((config.linear_conv_kernel_dim - 1, channels), dtype)
+    return (window, *gated_delta.state_layout(key_heads, heads, key_dim, value_dim, dtype))
+
+
+class ShortConv(nn.Module):
+    """Depthwise causal convolution and silu; `state_index`: which of the engine's states."""
+
+    def __init__(self, channels: int, width: int, state_index: int, **placed: Unpack[Placed]):
+        super().__init__()
+        self.state_index = state_index
+        self.weight = parameter(channels, 1, width, **placed)  # the shape in HF files
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        """[T, channels] -> [T, channels]."""
+        weight = self.weight.squeeze(1)
+        if batch.states is None:
+            return causal_conv(x, weight, batch.cu_seqlens_q)
+        window, *_ = batch.states.tensors[self.state_index]
+        slots = batch.states.slots[self.state_index]
+        return paged_causal_conv(x, weight, window, slots, batch.cu_seqlens_q, batch.seq_lens)
+
+
+class DeltaGates(PinnedParameters):
+    """Decay and writing strength; their parameters are fp32 in a model of any dtype."""
+
+    def __init__(self, num_heads: int, device: torch.device | None):
+        super().__init__()
+        self.A_log = parameter(num_heads, dtype=torch.float32, device=device)
+        self.dt_bias = parameter(num_heads, dtype=torch.float32, device=device)
+
+    def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """a and b [T, HV] -> (log decay [T, HV] fp32, writing strength [T, HV] fp32)."""
+        return delta_gates(a, b, self.A_log, self.dt_bias)
+
+
+class DeltaRule(nn.Module):
+    """The rule itself; the only place where trainer and engine part ways."""
+
+    def __init__(self, state_index: int):
+        super().__init__()
+        self.state_index = state_index
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, batch: Batch
+    ) -> Tensor:
+        """q and k [T, HK, K], v [T, HV, V], g and beta [T, HV] -> [T, HV, V]."""
+        if batch.states is None:
+            return gated_delta_rule(q, k, v, g, beta, batch.cu_seqlens_q)
+        _, *state = batch.states.tensors[self.state_index]
+        slots = batch.states.slots[self.state_index]
+        return paged_gated_delta_rule(
+            q, k, v, g, beta, *state, slots, batch.cu_seqlens_q, batch.seq_lens
+        )
+
+
+class GatedRMSNorm(PinnedParameters):
+    """RMSNorm of each head, times the weight as stored, times silu(gate)."""
+
+    def __init__(self, size: int, eps: float, device: torch.device | None):
+        super().__init__()
+        self.weight = parameter(size, dtype=torch.float32, device=device)
+        self.eps = eps
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        """x and gate [T, HV, V] -> [T, HV, V]."""
+        return gated_rms_norm(x, gate, self.weight, self.eps)
+
+
+class GatedDeltaNet(nn.Module):
+    """Linear attention by the gated delta rule.
+
+    Args:
+        config: the architecture's.
+        state_index: which of the engine's states are this layer's.
+    """
+
+    def __init__(self, config: HybridConfig, state_index: int, **placed: Unpack[Placed]):
+        super().__init__()
+        self.key_dim, self.value_dim = config.linear_key_head_dim, config.linear_value_head_dim
+        heads, device = config.linear_num_value_heads, placed.get("device")
+        keys, values = config.linear_num_key_heads * self.key_dim, heads * self.value_dim
+        self.qkv_sizes = (keys, keys, values)
+        # the rows [q | k | v | z | b | a]
+        self.sizes = (2 * keys + values, values, heads, heads)
+        self.in_proj = Linear(config.hidden_size, sum(self.sizes), **placed)
+        width = config.linear_conv_kernel_dim
+        self.conv1d = ShortConv(2 * keys + values, width, state_index, **placed)
+        self.gates = DeltaGates(heads, device)
+        self.rule = DeltaRule(state_index)
+        self.norm = GatedRMSNorm(self.value_dim, config.rms_norm_eps, device)
+        self.out_proj = RowLinear(values, config.hidden_size, **placed)
+
+    def forward(self, x: Tensor, positions: Tensor, batch: Batch) -> Tensor:
+        """x [T, H] -> [T, H]; the order of the tokens is all that counts of `positions`."""
+        qkv, z, b, a = self.in_proj(x).split(self.sizes, dim=1)
+        q, k, v = self.conv1d(qkv, batch).split(self.qkv_sizes, dim=1)
+        q, k = (part.unflatten(1, (-1, self.key_dim)) for part in (q, k))  # [T, HK, K]
+        v, z = (part.unflatten(1, (-1, self.value_dim)) for part in (v, z))  # [T, HV, V]
+        o = self.rule(q, k, v, *self.gates(a, b), batch)
+        return self.out_proj(self.norm(o, z).flatten(1))

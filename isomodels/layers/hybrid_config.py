@@ -1,0 +1,89 @@
+"""Fields of config.json that the hybrids of gated delta rule and gated attention share."""
+
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from isomodels.config import DenseConfig
+
+LayerType = Literal["linear_attention", "full_attention"]
+# Of the positions of images: for text the three rows of positions are one.
+_MROPE = ("mrope_section", "mrope_interleaved")
+
+
+class HybridConfig(DenseConfig):
+    """A decoder whose layers are gated delta rule or gated attention, as `layer_types` says."""
+
+    layer_types: list[LayerType]  # type: ignore[assignment]
+    full_attention_interval: int | None = Field(default=None, gt=0)
+    attention_bias: Literal[False]
+    attn_output_gate: Literal[True] = True
+    partial_rotary_factor: float = Field(gt=0, le=1)
+    linear_conv_kernel_dim: int = Field(gt=1)
+    linear_key_head_dim: int = Field(gt=0)
+    linear_value_head_dim: int = Field(gt=0)
+    linear_num_key_heads: int = Field(gt=0)
+    linear_num_value_heads: int = Field(gt=0)
+    output_gate_type: Literal["silu", "swish"] = "silu"
+    mamba_ssm_dtype: Literal["float32"] = "float32"
+    mlp_only_layers: list[int] = Field(default=[], max_length=0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _rope_and_layers(cls, raw: Any) -> Any:
+        fields = dict(raw)
+        _take_partial_rope(fields)
+        interval, layers = fields.get("full_attention_interval"), fields.get("num_hidden_layers")
+        if fields.get("layer_types") is None and isinstance(interval, int) and interval > 0:
+            if isinstance(layers, int):
+                fields["layer_types"] = layer_types(layers, interval)
+            else:
+                fields.pop("layer_types", None)
+        return fields
+
+    @model_validator(mode="after")
+    def _hybrid(self) -> Self:
+        if self.full_attention_interval is not None and self.layer_types != layer_types(
+            self.num_hidden_layers, self.full_attention_interval
+        ):
+            raise ValueError("layer_types and full_attention_interval differ")
+        if self.linear_num_value_heads % self.linear_num_key_heads:
+            raise ValueError("linear_num_value_heads is no multiple of linear_num_key_heads")
+        if self.rotary_dim % 2 or not self.rotary_dim:
+            raise ValueError(
+                f"partial_rotary_factor {self.partial_rotary_factor} of head_dim {self.head_dim} "
+                "is no even number of channels"
+            )
+        if set(self.layer_types) != {"linear_attention", "full_attention"}:
+            raise ValueError("layer_types must name both kinds of layers")
+        return self
+
+    @property
+    def rotary_dim(self) -> int:
+        """How many channels of a head carry its position."""
+        return int(self.head_dim * self.partial_rotary_factor)
+
+    def layers_of(self, kind: LayerType) -> list[int]:
+        """The indices of the layers of one kind."""
+        return [i for i, one in enumerate(self.layer_types) if one == kind]
+
+
+def layer_types(num_layers: int, interval: int) -> list[LayerType]:
+    """Every `interval`-th layer is full attention, the last of each group."""
+    return [
+        "linear_attention" if (index + 1) % interval else "full_attention"
+        for index in range(num_layers)
+    ]
+
+
+def _take_partial_rope(fields: dict[str, Any]) -> None:
+    """Take the partial rotation, and what only images use, out of the rope fields."""
+    for name in ("rope_parameters", "rope_scaling"):
+        source = fields.get(name)
+        if not isinstance(source, dict):
+            continue
+        source = {key: value for key, value in source.items() if key not in _MROPE}
+        factor = source.pop("partial_rotary_factor", None)
+        if factor is not None and fields.setdefault("partial_rotary_factor", factor) != factor:
+            raise ValueError(f"partial_rotary_factor and that of {name} differ")
+        fields[name] = source
