@@ -1,12 +1,14 @@
 """Saves and resumes a training with `dist_checkpointing`, also under torch's AdamW.
 
 Without Transformer Engine and Apex, megatron-core uses `torch.optim.AdamW`. Its distributed
-optimizer then cannot be resumed, for three reasons:
+optimizer then cannot be resumed, for four reasons:
 
 * `state_dict` needs a step count, which AdamW has only after its first step, so a fresh optimizer
   can neither save nor load;
 * the loader looks for a per-parameter `step` that the checkpoint does not hold, and for fp32
   models writes into views of leaves that require a gradient;
+* the parameters of a group are numbered in the order of their buffers, and held with those of
+  float32 first: in a bfloat16 model with float32 parameters a number names another one;
 * the loader gives all parameters one shared `step` tensor, which AdamW then advances once per
   parameter: training goes on, silently, with a wrong bias correction.
 
@@ -127,6 +129,11 @@ def repair_torch_adam_resume(optimizer: Any) -> None:
 
 
 def _repair(optimizer: Any) -> None:
+    halves, wholes = optimizer.model_float16_groups, optimizer.model_fp32_groups
+    for group, params in enumerate(zip(wholes, halves, strict=True)):
+        for order, param in enumerate([*params[0], *params[1]]):
+            optimizer.model_param_group_index_map[param] = (group, order)
+
     state_dict = optimizer.state_dict
     load_state_dict = optimizer.load_state_dict
     set_states = optimizer._set_main_param_and_optimizer_states
