@@ -81,6 +81,11 @@ class Place:
         return (torch.float32, torch.bfloat16)
 
     @property
+    def sharp(self) -> torch.dtype:
+        """Where one dtype has to do: fp32, whose rounding hides least; on a GPU what models use."""
+        return torch.bfloat16 if self.on_gpu else torch.float32
+
+    @property
     def num_rows(self) -> int:
         """Rows of a case: on a GPU beyond the last size for which tiles change."""
         if self.interpreted:

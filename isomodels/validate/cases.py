@@ -183,7 +183,7 @@ def _hazards(
 ) -> None:
     shape = _shapes(place, *shapes)[0]
     for kind in kinds:
-        for dtype in place.dtypes[-1:] if place.brief else place.dtypes:
+        for dtype in (place.sharp,) if place.brief else place.dtypes:
             case = make(Inputs(place, dtype, kind, place.few_rows), *shape)
             with named(f"{kind} {dtype}"):
                 _check_hazard(place, case)

@@ -20,10 +20,19 @@ from isomodels.validate.battery import kernel_folder
 OLDEST = (8, 0)  # bf16 matrix units
 CHECKED = (9, 0)
 
-# Triton releases that are known to compute wrong numbers where our kernels would use them.
-BAD_TRITON: dict[str, str] = {}
 CHECKED_TRITON = ("3.6.0", "3.7.1")
-_OLDEST_TRITON = (3, 6)
+# Releases known to compute wrong numbers on Hopper where our kernels would meet it: (from, before,
+# reason, its thread at github.com/triton-lang/triton).
+BAD_TRITON: tuple[tuple[tuple[int, ...], tuple[int, ...], str, str], ...] = (
+    ((0,), (3, 3), "multiplies a product by a transposed product wrongly", "issue 6124"),
+    (
+        (3, 3),
+        (3, 6),
+        "overwrites an operand that two products of a pipelined loop share before both have read "
+        "it, as in attention's backward",
+        "pull request 8554",
+    ),
+)
 
 # What can choose another code path in torch, oneDNN, MKL and Triton: a report holds under it alone.
 _VARIABLES = (
@@ -67,20 +76,17 @@ def refuse_triton(installed: str | None) -> None:
     """Refuse a Triton by its version; None: there is none.
 
     Raises:
-        UnsupportedError: none, one that is too old for the kernels, or one known to miscompile.
+        UnsupportedError: there is none, or it is known to miscompile.
     """
     remedy = f"pip install triton=={CHECKED_TRITON[-1]} (checked: {', '.join(CHECKED_TRITON)})"
     if installed is None:
         raise UnsupportedError(f"isomodels: the GPU kernels need Triton: {remedy}")
     numbers = tuple(int(n) for n in re.findall(r"\d+", installed)[:3])
-    if numbers[:2] < _OLDEST_TRITON:
-        raise UnsupportedError(
-            f"isomodels: Triton {installed} leaves out waits for matrix products whose left "
-            f"operand is in registers, as attention's is: {remedy}"
-        )
-    reason = BAD_TRITON.get(".".join(map(str, numbers)))
-    if reason:
-        raise UnsupportedError(f"isomodels: Triton {installed} {reason}: {remedy}")
+    for first, end, reason, thread in BAD_TRITON:
+        if first <= numbers < end:
+            raise UnsupportedError(
+                f"isomodels: on Hopper, Triton {installed} {reason} ({thread}): {remedy}"
+            )
 
 
 def refuse_model(device: torch.device, *, dtype: torch.dtype, head_dim: int) -> None:

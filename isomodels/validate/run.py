@@ -100,7 +100,7 @@ def _in_threads(
     # Long compilations first: those of products.
     jobs = sorted(jobs, key=lambda job: -len(job[0].covers))
     with ThreadPoolExecutor(threads, "isomodels-validate") as pool:
-        futures: dict[Future, Job] = {pool.submit(_run, place, *job): job for job in jobs}
+        futures: dict[Future, Job] = {pool.submit(run_check, place, *job): job for job in jobs}
         try:
             for future in as_completed(futures):
                 yield (*futures[future], *future.result())
@@ -108,8 +108,8 @@ def _in_threads(
             pool.shutdown(cancel_futures=True)
 
 
-def _run(place: Place, op: Operation, check: str) -> tuple[float, str | None]:
-    """(seconds, None, a fault, or the digest)."""
+def run_check(place: Place, op: Operation, check: str) -> tuple[float, str | None]:
+    """One check in this thread: (seconds, None where it passed, a fault, or the digest)."""
     start = time.perf_counter()
     result: str | None = None
     try:

@@ -40,7 +40,7 @@ def layouts_of_heads(place: Place) -> Iterator[tuple[Heads, torch.dtype, list[in
         yield from ((heads, torch.bfloat16, _LARGE) for heads in _GPU_HEADS)
         yield (2, 2, 64), torch.float32, [1, 129, 0, 700, 2100]
     elif place.brief:
-        yield (2, 2, 32), torch.bfloat16, [1, 17, 0, 70]
+        yield (2, 2, 32), torch.float32, [1, 17, 0, 70]
     else:
         for heads in _CPU_HEADS:
             yield from ((heads, dtype, _SMALL) for dtype in place.dtypes)
@@ -87,7 +87,7 @@ def later_tokens_do_not_matter(place: Place) -> None:
 def a_kv_head_stands_alone(place: Place) -> None:
     """A rank of tensor parallelism holds some of the heads."""
     kv_heads, group, dim = (1, 2, 32) if place.interpreted else (2, 4, 128 if place.on_gpu else 32)
-    one = Sequences(place, [130], (2 * kv_heads, group, dim), place.dtypes[-1])
+    one = Sequences(place, [130], (2 * kv_heads, group, dim), place.sharp)
     whole = one.packed()
     for head in range(kv_heads):
         part = slice(head * group, (head + 1) * group)
@@ -101,7 +101,7 @@ def few_tokens_and_strides(place: Place) -> None:
     """No tokens, one token, views of a fused projection, other storage."""
     dim = 128 if place.on_gpu else 32
     for lengths in ([0], [0, 0], [1]):
-        shape = Sequences(place, lengths, (1, 4, dim), place.dtypes[-1]).packed().shape
+        shape = Sequences(place, lengths, (1, 4, dim), place.sharp).packed().shape
         if shape != (sum(lengths), 4, dim):
             raise Fault(f"sequences of {lengths} tokens: shape {list(shape)}")
     for dtype in place.dtypes:
@@ -124,14 +124,14 @@ def hard_sequences(place: Place) -> Iterator[tuple[str, Sequences]]:
     heads = (1, 4, 128) if place.on_gpu else (1, 2, 32)
     n = 70 if place.brief and not place.on_gpu else 300
     for kind in KINDS:
-        one = Sequences(place, [n], heads, place.dtypes[-1], kind=kind)
+        one = Sequences(place, [n], heads, place.sharp, kind=kind)
         if kind in ("wide", "huge"):
             # Beyond 2^31 the rounding of a score in powers of two is more than exp2 can take.
             one.q, one.k = (
                 place.hard(*x.shape, kind="normal", dtype=x.dtype) for x in (one.q, one.k)
             )
         yield kind, one
-    far = Sequences(place, [n], heads, place.dtypes[-1])
+    far = Sequences(place, [n], heads, place.sharp)
     far.q *= 500.0
     yield "scores far apart", far
 

@@ -13,10 +13,10 @@ from isomodels.kernels.logprob import (
     token_logprobs,
     token_logprobs_backward,
 )
-from isomodels.validate.accuracy import assert_close
 from isomodels.validate.battery import Place
 from isomodels.validate.bits import Fault
 from isomodels.validate.cases import Case, Inputs, row_operation
+from isomodels.validate.operations.linear import assert_exact_integers
 
 TEMPERATURE = 0.7
 # Vocabularies of Qwen3 and MiMo; both are no multiple of the fold's 1,024.
@@ -48,13 +48,10 @@ def head(draw: Inputs, vocab: int, hidden: int) -> Case:
     )
 
 
-@head.check("not rounded")
+@head.check("rounding")
 def logits_are_not_rounded(place: Place) -> None:
-    """Logits of bf16 operands have the error of fp32 sums, not of bf16."""
-    dtype = place.dtypes[-1]
-    hidden, weight = (place.hard(n, 64, kind="normal", seed=n, dtype=dtype) for n in (5, 300))
-    logits = lm_head(hidden, weight)
-    assert_close(logits, hidden.double() @ weight.double().t(), 1e-6, "logits")
+    """Logits stay fp32 whatever the operands are."""
+    assert_exact_integers(place, lm_head, torch.float32)
 
 
 @row_operation(
@@ -133,7 +130,7 @@ def whole(draw: Inputs, vocab: int, hidden: int) -> Case:
 def is_the_head_then_the_normaliser(place: Place) -> None:
     """The bits of `log_normalize` of `lm_head`."""
     vocab, hidden = (20000, 2048) if place.on_gpu else (1003, 64)
-    draw = Inputs(place, place.dtypes[-1], "normal", place.few_rows)
+    draw = Inputs(place, place.sharp, "normal", place.few_rows)
     h, weight = _scaled(draw, vocab, hidden)
     for temperature in (1.0, TEMPERATURE):
         apart = log_normalize(lm_head(h, weight), temperature)
@@ -178,7 +175,7 @@ def is_the_normalised_logit(place: Place) -> None:
         sizes += [(QWEN3, 1024), (1001, 72)]
     for vocab, hidden in sizes:
         for rows in (1, 16) if place.brief else (1, 5, 64, 65, 300):
-            draw = Inputs(place, place.dtypes[-1], "normal", min(rows, place.num_rows))
+            draw = Inputs(place, place.sharp, "normal", min(rows, place.num_rows))
             (h, weight), targets = _scaled(draw, vocab, hidden), draw.integers(vocab)
             for temperature in (1.0, TEMPERATURE):
                 whole = log_normalize(lm_head(h, weight), temperature)

@@ -65,7 +65,7 @@ def sizes_orders_and_places_of_pages(place: Place) -> None:
     """Where keys lie moves no bit: page sizes, strides, and other pages after a preemption."""
     heads = (2, 4, 128) if place.on_gpu else (1, 2, 32)
     lengths = [300, 2500] if place.on_gpu and not place.brief else [5, 70]
-    one = Sequences(place, lengths, heads, place.dtypes[-1])
+    one = Sequences(place, lengths, heads, place.sharp)
     whole = one.packed()
     sizes = (16,) if place.brief else (16, 48, 528) if place.on_gpu else (16, 48, 128)
     for block_size in sizes:
@@ -82,11 +82,10 @@ def sizes_orders_and_places_of_pages(place: Place) -> None:
 @checks.check("segments")
 def a_long_history(place: Place) -> None:
     """Past the segment that decode may run in parallel: the last rows against fp64."""
-    dtype = place.dtypes[-1] if place.on_gpu else torch.float32
-    one = Sequences(place, [2100], (1, 4, 128) if place.on_gpu else (1, 2, 32), dtype)
+    one = Sequences(place, [2100], (1, 4, 128) if place.on_gpu else (1, 2, 32), place.sharp)
     right = one.right()[-2:]
     one.fill(by_kernel=not place.interpreted)  # the interpreter runs one program a token
-    limit = 1e-2 if dtype == torch.bfloat16 else 1e-5
+    limit = 1e-2 if place.sharp == torch.bfloat16 else 1e-5
     for first in (2098, 2099):  # a chunk, a decode step
         out, _ = one.step([(0, first, 2100)])
         assert_close(out, right[first - 2098 :], limit, f"rows {first} to 2099")
@@ -96,7 +95,7 @@ def a_long_history(place: Place) -> None:
 def no_tokens_and_strides(place: Place) -> None:
     """No new tokens, and queries that are a view of a fused projection."""
     dim = 128 if place.on_gpu else 32
-    one = Sequences(place, [40, 20], (2, 4, dim), place.dtypes[-1])
+    one = Sequences(place, [40, 20], (2, 4, dim), place.sharp)
     whole = one.packed()
     one.fill()
     assert one.pages is not None

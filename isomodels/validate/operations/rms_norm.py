@@ -6,6 +6,7 @@ from torch import Tensor
 from isomodels.kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_backward
 from isomodels.validate.battery import Place
 from isomodels.validate.cases import Case, Inputs, row_operation
+from isomodels.validate.inputs import KINDS
 
 EPS = 1e-6
 _SMALL = ((200,), (65,), (1000,), (1,))
@@ -65,10 +66,11 @@ def add_norm(draw: Inputs, n: int) -> Case:
 @add_norm.check("sum")
 def is_the_sum_and_its_norm(place: Place) -> None:
     """The stream is x + residual rounded once, and the norm that of the stream."""
+    n = 4096 if place.on_gpu else 65
     for dtype in place.dtypes:
-        n = 4096 if place.on_gpu else 65
-        x, residual = (place.hard(20, n, seed=i, dtype=dtype) for i in (0, 1))
-        weight = place.hard(n, kind="normal", seed=2, dtype=dtype)
-        normed, total = add_rms_norm(x, residual, weight, EPS)
-        place.same(total, (x.float() + residual.float()).to(dtype), "residual stream")
-        place.same(normed, rms_norm(total, weight, EPS), "norm of the stream")
+        for kind in KINDS:
+            x, residual = (place.hard(16, n, kind=kind, seed=i, dtype=dtype) for i in (0, 1))
+            weight = place.hard(n, kind="normal", seed=2, dtype=dtype)
+            normed, total = add_rms_norm(x, residual, weight, EPS)
+            place.same(total, (x.float() + residual.float()).to(dtype), f"{kind}: the stream")
+            place.same(normed, rms_norm(total, weight, EPS), f"{kind}: norm of the stream")

@@ -51,7 +51,7 @@ def checks(draw: Inputs, heads: int, head_dim: int, norm: int) -> Case:
 @checks.check("heads")
 def a_head_stands_alone(place: Place) -> None:
     """A rank of tensor parallelism holds some heads; k is a view of the fused projection."""
-    dtype, heads = place.dtypes[-1], 8
+    dtype, heads = place.sharp, 8
     head_dim = 128 if place.on_gpu else 32
     table = rope_table(head_dim, 1e6, POSITIONS).to(place.device)
     weight = place.hard(head_dim, kind="normal", seed=1, dtype=dtype)

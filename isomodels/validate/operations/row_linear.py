@@ -2,11 +2,13 @@
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from isomodels.kernels.linear import linear_input_gradient, linear_weight_gradient
 from isomodels.kernels.row_linear import LEAVES, row_linear, row_linear_partial, tree_sum
 from isomodels.validate.battery import Place
 from isomodels.validate.cases import Case, Inputs, row_operation
+from isomodels.validate.operations.linear import assert_exact_integers
 
 
 # Qwen3-8B's down and o projections; MiMo's down, whose leaf of 2,752 no K block divides
@@ -20,7 +22,7 @@ from isomodels.validate.cases import Case, Inputs, row_operation
 def checks(draw: Inputs, n: int, k: int) -> Case:
     """y = x W^T as a tree over leaves of k."""
 
-    def backward(grad, x, weight):  # type: ignore[no-untyped-def]
+    def backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
         return linear_input_gradient(grad, weight), linear_weight_gradient(grad, x)
 
     return Case(
@@ -39,7 +41,7 @@ def ranks_fold_to_the_whole(place: Place) -> None:
     if place.interpreted:
         return  # the partial has no operator of its own
     n, k = (4096, 11008) if place.on_gpu else (65, 8 * 33)
-    dtype = place.dtypes[-1]
+    dtype = place.sharp
     for rows in (1, 60) if place.brief else (1, 16, 60, 256, place.num_rows):
         x, weight = place.hard(rows, k, dtype=dtype), place.hard(n, k, seed=1, dtype=dtype)
         whole = row_linear(x, weight)
@@ -48,6 +50,12 @@ def ranks_fold_to_the_whole(place: Place) -> None:
             partials = [row_linear_partial(a, b, LEAVES // ranks) for a, b in parts]
             folded = tree_sum(partials).to(dtype)
             place.same(folded, whole, f"{ranks} ranks, {rows} rows")
+
+
+@checks.check("rounding")
+def exact_integers(place: Place) -> None:
+    """One rounding to nearest, ties to even."""
+    assert_exact_integers(place, row_linear)
 
 
 @checks.check("leaves")

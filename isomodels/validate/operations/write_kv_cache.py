@@ -58,7 +58,7 @@ def any_order_and_cut(place: Place) -> None:
 @checks.check("degenerate")
 def few_tokens_and_strides(place: Place) -> None:
     """No tokens, one token, views of a fused projection."""
-    dtype, heads = place.dtypes[-1], _heads(place)
+    dtype, heads = place.sharp, _heads(place)
     fused = place.hard(_TOKENS, 4 * heads[0], heads[1], dtype=dtype)
     k, v = fused[:, heads[0] : 2 * heads[0]], fused[:, 3 * heads[0] :]
     for count in (0, 1, _TOKENS):
@@ -82,7 +82,7 @@ def every_value(place: Place) -> None:
 @checks.check("accuracy")
 def every_layout_of_pages(place: Place) -> None:
     """Page sizes and orders of the cache in memory."""
-    heads, dtype = _heads(place), place.dtypes[-1]
+    heads, dtype = _heads(place), place.sharp
     k, v = (place.hard(_TOKENS, *heads, seed=i, dtype=dtype) for i in (0, 1))
     for block_size in (16,) if place.brief else (16, 48, 128):
         for order in range(len(ORDERS)):
