@@ -1,5 +1,6 @@
 """What the two sides give without isomodels: vLLM's own class against transformers' own model."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +41,9 @@ class Stock:
         hf = _transformers_logprobs(Path(checkpoint), dtype, device, sequences)
         pages = 8 * _MAX_MODEL_LEN // BLOCK_SIZE
         limits = {**device_limits(checkpoint, device, pages), "enforce_eager": True}
+        if device == "cpu":
+            # Its own latent attention has kernels for the sizes of released models only.
+            os.environ["VLLM_MLA_DISABLE"] = "1"
         with Engine(
             checkpoint,
             dtype=dtype,
@@ -87,7 +91,9 @@ def load_transformers(checkpoint: Path, dtype: torch.dtype) -> Any:
     model_class = getattr(transformers, spec.transformers)
     raw = load_config_dict(checkpoint)
     fields = {k: v for k, v in raw.items() if k not in ("architectures", "model_type")}
-    model = model_class(model_class.config_class(**fields)).to(dtype).eval()
+    model = model_class(model_class.config_class(**fields)).eval()
+    for parameter in model.parameters():  # not the buffers: transformers loads them in fp32
+        parameter.data = parameter.data.to(dtype)
     hf = read_tensors(checkpoint)
     state = {}
     for rule in resolve(load_object(spec.weights)(config), hf):
@@ -95,7 +101,6 @@ def load_transformers(checkpoint: Path, dtype: torch.dtype) -> Any:
             state[rule.name] = rule.join([hf[source.name] for source in rule.sources])
         elif not isinstance(rule, Carried | Tied):
             state |= {source.name: hf[source.name] for source in rule.sources}
-    state = {name: tensor.to(dtype) for name, tensor in state.items()}
     if config.tie_word_embeddings:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
     model.load_state_dict(state, strict=True)

@@ -16,9 +16,9 @@ from isomodels.vllm import Result
 from isomodels.weights_conv.rules import to_module
 
 
-def load_core(path: Path) -> nn.Module:
+def load_core(path: Path, device: str = "cpu") -> nn.Module:
     spec, config = read_config(path)
-    core = load_object(spec.model)(config, dtype=config.torch_dtype)
+    core = load_object(spec.model)(config, dtype=config.torch_dtype, device=device)
     rules = load_object(spec.weights)(config)
     core.load_state_dict(to_module(rules, load_file(path / "model.safetensors"), carried=False))
     return core.requires_grad_(False)
@@ -28,12 +28,13 @@ def packed_logprobs(
     core: nn.Module, sequences: Sequence[Sequence[int]], temperatures: Sequence[float]
 ) -> list[Tensor]:
     """One packed forward -> for each sequence [T, V] fp32."""
-    lengths = torch.tensor([0, *map(len, sequences)])
+    device = next(core.parameters()).device
+    lengths = torch.tensor([0, *map(len, sequences)], device=device)
     cu_seqlens = lengths.cumsum(0).to(torch.int32)
-    ids = torch.tensor([i for sequence in sequences for i in sequence])
+    ids = torch.tensor([i for sequence in sequences for i in sequence], device=device)
     hidden = core(ids, Batch.positions(cu_seqlens), Batch.packed(cu_seqlens))
     parts = hidden.split([len(sequence) for sequence in sequences])
-    return [core.logprobs(h, t or 1.0) for h, t in zip(parts, temperatures, strict=True)]
+    return [core.logprobs(h, t or 1.0).cpu() for h, t in zip(parts, temperatures, strict=True)]
 
 
 def bits(values: Sequence[float] | Tensor) -> np.ndarray:

@@ -97,6 +97,23 @@ def test_row_24_truncated_sampling_is_refused(pair, option):
         engine.llm.generate([{"prompt_token_ids": [1, 2, 3]}], _params(**option), use_tqdm=False)
 
 
+@pytest.mark.parametrize("name", ["prompt_logprobs", "prompt_logprob_token_ids"])
+def test_logprobs_of_a_prompt_are_refused_by_both_runners(name):
+    """A prompt has no temperature. The second is an option that only the V2 runner knows."""
+    from types import SimpleNamespace
+
+    from vllm.exceptions import VLLMValidationError
+
+    from isomodels.vllm.sampling import NormalizeGreedyRows
+    from isomodels.vllm.sampling_v2 import CheckProcessed
+
+    fields = {f: getattr(_params(), f) for f in _params().__struct_fields__}
+    for processor in (NormalizeGreedyRows, CheckProcessed):
+        processor.validate_params(SimpleNamespace(**fields))
+        with pytest.raises(VLLMValidationError, match=f"isomodels: {name} cannot"):
+            processor.validate_params(SimpleNamespace(**{**fields, name: [1]}))
+
+
 def test_defaults_of_generation_config_are_named(pair):
     """They reach a request that says nothing; the message must lead there."""
     engine, _ = pair

@@ -106,6 +106,30 @@ def test_row_1_batch_invariant_mode(checkpoint, monkeypatch):
         configure(checkpoint)
 
 
+def test_v2_runner_of_a_version_without_a_check(checkpoint, monkeypatch):
+    from isomodels.vllm import checks
+
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    monkeypatch.setattr(checks, "vllm_version", lambda: "0.31.0")
+    with pytest.raises(UnsupportedError, match=r"0\.31\.0 .* VLLM_USE_V2_MODEL_RUNNER=0"):
+        configure(checkpoint)
+
+
+@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
+def test_each_runner_gets_processors_of_its_own_kind(checkpoint, monkeypatch, mode):
+    """vLLM refuses those of the other runner at start."""
+    from vllm.v1.sample.logits_processor import LogitsProcessor
+    from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as LogitsProcessorV2
+
+    from isomodels.registry import load_object
+
+    for v2, kind in ((0, LogitsProcessor), (1, LogitsProcessorV2)):
+        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", str(v2))
+        names = configure(checkpoint, logprobs_mode=mode).model_config.logits_processors or ()
+        assert bool(names) or (v2 and mode == "raw_logprobs")
+        assert all(issubclass(load_object(name), kind) for name in names)
+
+
 def test_longer_than_the_rope_table(checkpoint, monkeypatch):
     monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
     with pytest.raises(UnsupportedError, match="--max-model-len 4096"):
