@@ -76,6 +76,63 @@ def make_mimo(
     return _write(path, {**config, **overrides}, tensors)
 
 
+def make_qwen3_moe(
+    path: Path | str,
+    dtype: torch.dtype = torch.float32,
+    tied: bool = False,
+    *,
+    fused: bool = False,
+    seed: int = 0,
+    **overrides: object,
+) -> Path:
+    """Writes a Qwen3-MoE checkpoint whose first layer is dense, its experts apart or fused.
+
+    The weights of the two forms are the same.
+    """
+    config = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        **_common(dtype, tied),
+        "rope_theta": 1000000,
+        "attention_bias": False,
+        "moe_intermediate_size": 48,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [0],
+        "output_router_logits": False,
+        "router_aux_loss_coef": 0.001,
+        **overrides,
+    }
+    sizes = {**_SIZES, **{k: v for k, v in overrides.items() if k in _SIZES}}
+    draw = _Draw(seed, dtype)
+    tensors = _decoder(draw, sizes, tied, bias=False, qk_norm=True)
+    hidden, inter = sizes["hidden_size"], int(config["moe_intermediate_size"])
+    for layer in range(sizes["num_hidden_layers"]):
+        if layer in config["mlp_only_layers"] or (layer + 1) % config["decoder_sparse_step"]:
+            continue
+        mlp = f"model.layers.{layer}.mlp"
+        tensors = {name: t for name, t in tensors.items() if not name.startswith(f"{mlp}.")}
+        tensors[f"{mlp}.gate.weight"] = draw.matrix(config["num_experts"], hidden)
+        experts = [
+            (draw.matrix(2 * inter, hidden), draw.matrix(hidden, inter, gain=2.0))
+            for _ in range(config["num_experts"])
+        ]
+        if fused:
+            for name, parts in zip(
+                ("gate_up_proj", "down_proj"), zip(*experts, strict=True), strict=True
+            ):
+                tensors[f"{mlp}.experts.{name}"] = torch.stack(parts)
+            continue
+        for expert, (gate_up, down) in enumerate(experts):
+            gate, up = gate_up.clone().chunk(2)
+            for name, part in (("gate", gate), ("up", up), ("down", down)):
+                name = f"{mlp}.experts.{expert}.{name}_proj.weight"
+                tensors[name] = part.contiguous()
+    return _write(path, config, tensors)
+
+
 class _Draw:
     def __init__(self, seed: int, dtype: torch.dtype):
         self.generator = torch.Generator().manual_seed(seed)
