@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from isomodels.errors import CheckpointError, HostError
+from isomodels.errors import CheckpointError, HostError, UnsupportedError
 
 # fully_sharded_model_space, Megatron's default, raises on save.
 _OPTIMIZER_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable"}
@@ -41,6 +41,8 @@ def save(path: str | Path, model: Any, optimizer: Any, steps: int) -> None:
 
     Raises:
         CheckpointError: if the folder cannot be written.
+        UnsupportedError: for a bfloat16 model with float32 parameters without the distributed
+            optimizer.
         HostError: in a script whose work is not under `if __name__ == "__main__"`: Megatron
             starts a helper process, which imports the script again.
     """
@@ -104,6 +106,12 @@ def _reason(error: BaseException) -> str:
 
 
 def _sharded_state(model: Any, optimizer: Any, steps: int, is_loading: bool) -> dict[str, Any]:
+    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if getattr(one, "float16_groups", None) and any(one.fp32_from_fp32_groups):
+            raise UnsupportedError(
+                "Megatron's plain optimizer cannot save a bfloat16 model with float32 parameters: "
+                "use the distributed optimizer"
+            )
     weights = model.sharded_state_dict()
     states = optimizer.sharded_state_dict(
         weights, is_loading=is_loading, metadata=_OPTIMIZER_FORMAT
