@@ -132,14 +132,3 @@ def test_routes_of_several_forwards_follow_each_other(ours):
             run_packed(model, part, [len(part)])
         assert recorded.take().shape == at_once.shape
     assert all(router.capture_fn is None for router in routers(model))
-
-
-def test_the_router_is_what_vllm_hangs_its_recorder_on(ours):
-    capturer = pytest.importorskip(
-        "vllm.model_executor.layers.fused_moe.routed_experts_capturer",
-        reason="vLLM is not installed, or has no such recorder",
-    )
-    source = getattr(capturer, "RoutedExpertsCaptureSource", None)
-    if source is None:
-        pytest.skip("this vLLM has no such recorder")
-    assert all(isinstance(router, source) for router in routers(ours("qwen3-moe")))
