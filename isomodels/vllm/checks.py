@@ -39,8 +39,12 @@ class IsoModelsConfig:
         _refuse_options(vllm_config)
         from isomodels.vllm.mla import leave_own_mla
 
-        _, config = read_checkpoint_config(vllm_config.model_config)
+        spec, config = read_checkpoint_config(vllm_config.model_config)
         _refuse_mismatch(vllm_config, config)
+        if spec.family == "hybrid":
+            from isomodels.vllm import recurrent
+
+            recurrent.prepare(vllm_config)
         # vLLM's "auto" would fall back to pickles.
         vllm_config.load_config.load_format = "safetensors"
         path = Path(vllm_config.model_config.model)

@@ -1,6 +1,7 @@
 """The model class that vLLM builds: a host without arithmetic around a module of isomodels."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -45,18 +46,22 @@ class IsoModelsForCausalLM(nn.Module):
         self.core = load_object(self.spec.model)(
             self.config, dtype=model_config.dtype, device=vllm_config.device_config.device
         ).requires_grad_(False)
-        self.layers = [
-            cache_layer(
-                f"{prefix}.layers.{i}.kv_cache".removeprefix("."), self.config, model_config.dtype
-            )
-            for i in range(self.config.num_hidden_layers)
-        ]
+        self.layers = self.cache_layers(f"{prefix}.layers".removeprefix("."), model_config.dtype)
         self.routes: RouteBuffer | None = None
         if vllm_config.additional_config.get(RECORD_ROUTES) and self.config.routing:
             most = vllm_config.scheduler_config.max_num_batched_tokens
             self.routes = RouteBuffer(self.core, most, vllm_config.device_config.device)
         context = vllm_config.compilation_config.static_forward_context
         context.update({layer.name: layer for layer in self.layers})
+
+    def cache_layers(self, prefix: str, dtype: torch.dtype) -> list[Any]:
+        """What vLLM allocates memory for: the pages of each decoder layer, those of keys first."""
+        layers = range(self.config.num_hidden_layers)
+        return [cache_layer(f"{prefix}.{i}.kv_cache", self.config, dtype) for i in layers]
+
+    def step(self, metadata: dict[str, Any]) -> StepMetadata:
+        """What vLLM's builders made of a step, by layer name -> what the core needs."""
+        return metadata[self.layers[0].name]
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         """[T] -> [T, H]."""
@@ -81,7 +86,7 @@ class IsoModelsForCausalLM(nn.Module):
         metadata = get_forward_context().attn_metadata
         if metadata is None:  # vLLM measures memory before it has pages
             return self.core(input_ids.long(), positions, self._packed(len(input_ids)))
-        step: StepMetadata = metadata[self.layers[0].name]
+        step = self.step(metadata)
         real = step.num_actual_tokens
         if self.routes is not None:
             self.routes.keep_slots(step.batch)

@@ -65,13 +65,16 @@ def _resolve(registry: Any, architectures: str | list[str]) -> str:
     from isomodels.registry import get_spec
     from isomodels.vllm.checks import IsoModelsConfig
     from isomodels.vllm.model import IsoModelsForCausalLM
+    from isomodels.vllm.recurrent import IsoModelsHybridForCausalLM
 
     names = [architectures] if isinstance(architectures, str) else list(architectures)
     spec = get_spec(names[0].removeprefix(RESOLVED_PREFIX) if names else "")
     resolved = RESOLVED_PREFIX + spec.architecture
     if resolved not in registry.models:
         # The class, not its name: vLLM would start a second process to import the name.
-        registry.register_model(resolved, IsoModelsForCausalLM)
+        hybrid = spec.family == "hybrid"
+        model = IsoModelsHybridForCausalLM if hybrid else IsoModelsForCausalLM
+        registry.register_model(resolved, model)
         MODELS_CONFIG_MAP[resolved] = IsoModelsConfig
     _patch_engine_core()
     return resolved

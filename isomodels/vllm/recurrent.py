@@ -1,0 +1,222 @@
+"""Recurrent state in vLLM: what a sequence needs of its past beside keys and values.
+
+vLLM keeps one block of state for each running sequence and layer, and copies whole blocks where a
+prefix is shared (mamba_cache_mode "align"). The state here is complete at every token, so a cached
+prefix may end anywhere, also inside a chunk of the gated delta rule.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.layers.mamba.abstract import MambaBase
+from vllm.model_executor.layers.mamba.mamba_utils import get_temporal_copy_spec
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+)
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+from vllm.v1.attention.backends.utils import mamba_get_block_table_tensor
+from vllm.v1.kv_cache_interface import KVCacheSpec
+
+from isomodels.batch import PagedStates
+from isomodels.errors import UnsupportedError
+from isomodels.kernels.gated_delta import Layout
+from isomodels.layers.gated_delta import state_layout
+from isomodels.layers.hybrid_config import HybridConfig
+from isomodels.vllm.attention import CacheLayer, StepMetadata
+from isomodels.vllm.checks import read_checkpoint_config
+from isomodels.vllm.model import IsoModelsForCausalLM
+
+
+@dataclass
+class StateStep:
+    """Where the states of a step's sequences lie: [num_seqs] int32."""
+
+    slots: Tensor
+
+
+class StateBuilder(AttentionMetadataBuilder[StateStep]):
+    """Finds each sequence's block from device tensors, without reading one back."""
+
+    _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+
+    def __init__(
+        self,
+        kv_cache_spec: KVCacheSpec,
+        layer_names: list[str],
+        vllm_config: VllmConfig,
+        device: torch.device,
+    ):
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+        **_: Any,
+    ) -> StateStep:
+        """See the base class."""
+        step = common_attn_metadata
+        blocks = mamba_get_block_table_tensor(
+            step.block_table_tensor[: step.num_reqs],
+            step.seq_lens[: step.num_reqs],
+            self.kv_cache_spec,
+            self.vllm_config.cache_config.mamba_cache_mode,
+        )
+        return StateStep(blocks[:, 0])
+
+
+class StateBackend(AttentionBackend):
+    """What vLLM asks of a backend. The arithmetic is in the module: there is no impl class."""
+
+    @staticmethod
+    def get_name() -> str:
+        """vLLM's name for a backend that is not its own."""
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type:
+        """There is none: vLLM asks for it only through its own layers."""
+        raise NotImplementedError
+
+    @staticmethod
+    def get_builder_cls() -> type[StateBuilder]:
+        """The class that finds the blocks of a step."""
+        return StateBuilder
+
+    @classmethod
+    def is_ssm(cls) -> bool:
+        """A block is one sequence's state, not a run of tokens."""
+        return True
+
+
+class StateLayer(MambaBase):
+    """The states of one decoder layer: `kv_cache` holds one tensor an entry of the layout."""
+
+    def __init__(self, name: str, layout: Layout):
+        self.name = name
+        self.layout = layout
+        self.kv_cache: tuple[Tensor, ...] = ()
+
+    def get_state_shape(self) -> tuple[tuple[int, ...], ...]:
+        """See the base class."""
+        return tuple(shape for shape, _ in self.layout)
+
+    def get_state_dtype(self) -> tuple[torch.dtype, ...]:
+        """See the base class; set by the operation, not by vLLM's options."""
+        return tuple(dtype for _, dtype in self.layout)
+
+    @property
+    def mamba_type(self) -> MambaAttentionBackendEnum:
+        """A label: the backend is our own."""
+        return MambaAttentionBackendEnum.LINEAR
+
+    def get_attn_backend(self) -> type[AttentionBackend]:
+        """See the base class."""
+        return StateBackend
+
+
+class IsoModelsHybridForCausalLM(IsoModelsForCausalLM):
+    """An architecture of isomodels with recurrent state; vLLM reads the flags off the class."""
+
+    is_hybrid = True
+    has_inner_state = True
+    supports_mamba_prefix_caching = True
+
+    config: HybridConfig
+
+    @classmethod
+    def get_mamba_state_shape_from_config(cls, vllm_config: VllmConfig) -> tuple:
+        """Shapes of one layer's state, before the model exists."""
+        return tuple(shape for shape, _ in _layout(vllm_config))
+
+    @classmethod
+    def get_mamba_state_dtype_from_config(cls, vllm_config: VllmConfig) -> tuple:
+        """Dtypes of one layer's state, before the model exists."""
+        return tuple(dtype for _, dtype in _layout(vllm_config))
+
+    @classmethod
+    def get_mamba_state_copy_func(cls) -> tuple:
+        """How a block is copied: whole, each tensor of it."""
+        # The window is no convolution state in vLLM's sense: it is not shifted when copied.
+        return (get_temporal_copy_spec,) * 5
+
+    @classmethod
+    def get_mamba_state_copy_funcs(cls, mamba_types: set) -> dict:
+        """The same by type of state."""
+        return dict.fromkeys(mamba_types, cls.get_mamba_state_copy_func())
+
+    def cache_layers(self, prefix: str, dtype: torch.dtype) -> list[AttentionLayerBase]:
+        """Pages for the attention layers, then states for the others."""
+        config = self.config
+        keys = [
+            CacheLayer(f"{prefix}.{i}.kv_cache", config.num_key_value_heads, config.head_dim, dtype)
+            for i in config.layers_of("full_attention")
+        ]
+        layout = state_layout(config, dtype)
+        states = [
+            StateLayer(f"{prefix}.{i}.state", layout) for i in config.layers_of("linear_attention")
+        ]
+        return [*keys, *states]
+
+    def step(self, metadata: dict[str, Any]) -> StepMetadata:
+        """The step of the attention layers, with the states of the others."""
+        step = super().step(metadata)
+        assert step.batch.paged is not None
+        if len(step.batch.paged.caches) != len(self.config.layers_of("full_attention")):
+            raise UnsupportedError(
+                "isomodels: vLLM split the attention layers over several caches, which happens "
+                "where they outnumber the recurrent layers: that is not supported"
+            )
+        layers = [layer for layer in self.layers if isinstance(layer, StateLayer)]
+        states = PagedStates(
+            # Read at each step: vLLM binds the states after the model exists.
+            tensors=[layer.kv_cache for layer in layers],
+            # vLLM may give each layer a block of its own.
+            slots=[metadata[layer.name].slots for layer in layers],
+        )
+        return replace(step, batch=replace(step.batch, states=states))
+
+
+def _layout(vllm_config: VllmConfig) -> Layout:
+    _, config = read_checkpoint_config(vllm_config.model_config)
+    return state_layout(config, vllm_config.model_config.dtype)
+
+
+def prepare(vllm_config: Any) -> None:
+    """Checks the options of recurrent state, and tells vLLM that positions are those of text.
+
+    Raises:
+        UnsupportedError: naming the option and the remedy.
+    """
+    cache = vllm_config.cache_config
+    own_dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
+    refusals = (
+        (
+            cache.mamba_ssm_cache_dtype not in ("auto", "float32"),
+            f"--mamba-ssm-cache-dtype {cache.mamba_ssm_cache_dtype} is not supported: the state "
+            "is float32, use auto",
+        ),
+        (
+            cache.mamba_cache_dtype not in ("auto", own_dtype),
+            f"--mamba-cache-dtype {cache.mamba_cache_dtype} is not supported: use auto",
+        ),
+        (
+            bool(getattr(cache, "use_replayssm", False)),
+            "--use-replayssm is not supported: leave it out",
+        ),
+    )
+    for refused, sentence in refusals:
+        if refused:
+            raise UnsupportedError(f"isomodels: {sentence}")
+    # vLLM would hand over three rows of positions, which are one for text.
+    text = vllm_config.model_config.hf_text_config
+    for name in ("mrope_section", "mrope_interleaved"):
+        (getattr(text, "rope_parameters", None) or {}).pop(name, None)
