@@ -10,11 +10,15 @@ from isomodels.errors import CheckpointError
 from isomodels.weights_conv.rules import (
     Carried,
     Concat,
+    Either,
+    Fused,
     Rule,
     Same,
     Source,
+    Stack,
     Tied,
     check_tensors,
+    resolve,
     same_bits,
     to_hf,
     to_module,
@@ -29,7 +33,7 @@ def tables(draw: st.DrawFn) -> list[Rule]:
     rules: list[Rule] = []
     for i in range(draw(st.integers(1, 6))):
         shape = draw(st.lists(SIZE, min_size=1, max_size=3))
-        kind = draw(st.sampled_from(["same", "renamed", "carried", "concat"]))
+        kind = draw(st.sampled_from(["same", "renamed", "carried", "concat", "stack"]))
         if kind == "concat":
             dim = draw(st.integers(0, len(shape) - 1))
             lengths = draw(st.lists(SIZE, min_size=1, max_size=4))
@@ -38,6 +42,13 @@ def tables(draw: st.DrawFn) -> list[Rule]:
                 for j, n in enumerate(lengths)
             )
             rules.append(Concat(f"m{i}", parts, dim))
+        elif kind == "stack":
+            rows = draw(st.lists(SIZE, min_size=1, max_size=3))
+            slices = tuple(
+                tuple(Source(f"hf{i}.{e}.{j}", (n, shape[0])) for j, n in enumerate(rows))
+                for e in range(draw(st.integers(1, 3)))
+            )
+            rules.append(Stack(f"m{i}", slices))
         elif kind == "carried":
             rules.append(Carried(f"m{i}", tuple(shape)))
         else:
@@ -111,6 +122,38 @@ def test_without_a_dtype_all_must_agree() -> None:
 def test_two_rules_for_one_tensor_is_a_mistake_of_the_table() -> None:
     with pytest.raises(ValueError, match="two rules use a"):
         to_module([Same("a", (1,)), Same("b", (1,), "a")], {"a": torch.zeros(1)})
+
+
+def either(size: int = 4, known: bool = True) -> Either:
+    parts = tuple((Source(f"e{e}.a", (1, 4)), Source(f"e{e}.b", (size - 1, 4))) for e in range(2))
+    return Either(Stack("e", parts), Fused("e", (2, size, 4), layout_known=known))
+
+
+def test_experts_apart_and_fused_are_one_tensor() -> None:
+    fused = any_bits(2, 4, 4)
+    apart = {"e0.a": fused[0, :1], "e0.b": fused[0, 1:], "e1.a": fused[1, :1], "e1.b": fused[1, 1:]}
+    for hf in (apart, {"e": fused}):
+        assert raw(to_module([either()], hf)["e"]) == raw(fused)
+    # without a file to follow, experts are written apart
+    assert {n: raw(t) for n, t in to_hf([either()], {"e": fused}).items()} == {
+        n: raw(t) for n, t in apart.items()
+    }
+    assert resolve([either()], {"e"}) == (either().fused,)
+    assert to_hf(resolve([either()], {"e"}), {"e": fused}).keys() == {"e"}
+
+
+def test_experts_that_names_do_not_tell() -> None:
+    fused = {"e": any_bits(2, 4, 4)}
+    with pytest.raises(CheckpointError, match=r"same experts twice, as e and as e0\.a"):
+        to_module([either()], fused | {"e0.a": any_bits(1, 4)})
+    with pytest.raises(CheckpointError, match=r"e is \[2, 4, 4\]: its shape does not tell"):
+        to_module([either(known=False)], fused)
+    # where the shape excludes the other layout, it is checked as any other
+    to_module([either(5, known=False)], {"e": any_bits(2, 5, 4)})
+    with pytest.raises(CheckpointError, match=r"e is \[2, 4, 5\] instead of \[2, 5, 4\]"):
+        to_module([either(5, known=False)], {"e": any_bits(2, 4, 5)})
+    with pytest.raises(CheckpointError, match=r"4 tensors missing: e0\.a"):
+        to_module([either()], {})
 
 
 TIED: list[Rule] = [Same("embed", (3,)), Tied("head", (3,), to="embed")]
