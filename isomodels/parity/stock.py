@@ -43,7 +43,7 @@ class Stock:
         limits = {**device_limits(checkpoint, device, pages), "enforce_eager": True}
         if device == "cpu":
             # Its own latent attention has kernels for the sizes of released models only.
-            os.environ["VLLM_MLA_DISABLE"] = "1"
+            os.environ.setdefault("VLLM_MLA_DISABLE", "1")
         with Engine(
             checkpoint,
             dtype=dtype,
