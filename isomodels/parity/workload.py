@@ -17,6 +17,8 @@ _LONG = (257, 300, 400)
 # Around and beyond the 2,048 keys after which the GPU's attention merges segments.
 _LONGER = (1000, 2047, 2048, 2049, 4095, 4096, 4097, 5003, 6200)
 
+_EMPTYING_LEAST = 8  # tokens of the first to end: by then all have come
+
 
 @dataclass(frozen=True)
 class Workload:
@@ -179,11 +181,12 @@ def _sharing(source: PromptSource, length: int, count: int) -> Iterator[Request]
 
 
 def _emptying(source: PromptSource, workload: Workload) -> list[Request]:
-    """Requests that end one after another: the batch takes every size down to one."""
-    count, longest = workload.emptying, workload.emptying_tokens
+    """Requests that end one after another, so that the batch takes many sizes down to one."""
+    count, more = workload.emptying, workload.emptying_tokens - _EMPTYING_LEAST
     return [
+        # Every fourth goes on for a step more: the sizes are even and odd.
         Request(
-            source.draw(9 + i % 32), max_tokens=1 + (i + 1) * (longest - 1) // count, arrival=i % 2
+            source.draw(9 + i % 32), max_tokens=_EMPTYING_LEAST + i * more // count + (i % 4 == 3)
         )
         for i in range(count)
     ]

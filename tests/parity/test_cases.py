@@ -70,7 +70,9 @@ def test_each_token_counts_for_the_case_it_was_computed_in() -> None:
 
 def test_chunks_and_cached_tokens_name_the_case() -> None:
     comparison = Comparison(CASES)
-    comparison.add_engine([_result(chunks=[(0, 2), (2, 3)])], [_array(-0.5, -1.0, -2.0, -3.0, -4.0)])
+    comparison.add_engine(
+        [_result(chunks=[(0, 2), (2, 3)])], [_array(-0.5, -1.0, -2.0, -3.0, -4.0)]
+    )
     assert comparison.tallies["engine_chunked_prefill"].compared == 3
     hit = _result(prompt_logprobs=None, num_cached_tokens=2)
     comparison = Comparison(CASES)
@@ -96,9 +98,9 @@ def test_without_prompt_logprobs_the_samples_meet_their_own_references() -> None
 
 
 def test_a_missing_logprob_is_no_silent_match() -> None:
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="references"):
         Comparison(CASES).add_engine([_result()], [_array(-0.5, -1.0, -2.0, -3.0)])
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="references"):
         Comparison(CASES).add_trainer("trainer_score", [(1, 2)], [_array(0.0)], [_array(0.0, 1.0)])
 
 

@@ -19,6 +19,7 @@ ISOMODELS = Path(sys.executable).with_name("isomodels")
 
 CASES = cases_of("cpu")
 QWEN3 = tiny_config("Qwen3ForCausalLM")
+MIMO = Path(__file__).parents[1] / "data" / "configs" / "mimo-7b"
 
 
 def _run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -90,6 +91,12 @@ def test_one_weight_off_by_one_ulp_is_found_and_named(tmp_path: Path) -> None:
         (("--device", "cuda"), ("cuda",)),
         (("--checkpoint", "/nowhere"), ("/nowhere",)),
         (("--json", "/nowhere/report.json"), ("/nowhere/report.json",)),
+        (("--config", "/nowhere"), ("/nowhere", "config.json")),
+        (("--config", "/nowhere", "--checkpoint", "/other"), ("--config", "--checkpoint")),
+        (("--num-layers", "2"), ("--num-layers", "--config")),
+        (("--workload", "huge"), ("huge", "quick", "full")),
+        (("--workload", "full"), ("8192", "2048")),
+        (("--config", str(MIMO), "--arch", "Qwen3ForCausalLM"), ("MiMoForCausalLM",)),
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_code_2(

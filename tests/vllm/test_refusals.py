@@ -123,6 +123,7 @@ def test_each_runner_gets_processors_of_its_own_kind(checkpoint, monkeypatch, mo
 
     from isomodels.registry import load_object
 
+    monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)
     for v2, kind in ((0, LogitsProcessor), (1, LogitsProcessorV2)):
         monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", str(v2))
         names = configure(checkpoint, logprobs_mode=mode).model_config.logits_processors or ()
