@@ -1,5 +1,6 @@
 """Every case of the engine gives the bits of one packed forward. Rows: field reports by number."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -291,7 +292,7 @@ def test_trace_finds_a_fault_of_decode_steps(pair, monkeypatch):
     assert first == "model.layers.0.self_attn.attn"
 
 
-def test_trace_of_a_decode_refuses_what_it_cannot_see(pair, monkeypatch):
+def test_trace_refuses_what_it_cannot_see(pair, monkeypatch):
     engine, _ = pair
     with pytest.raises(ValueError, match="two token ids"):
         engine.trace([7], decode=True)
@@ -299,13 +300,35 @@ def test_trace_of_a_decode_refuses_what_it_cannot_see(pair, monkeypatch):
 
     def replayed():
         outputs = step()
-        engine.steps[-1] = replace(engine.steps[-1], replayed=not engine.steps[-1].prefill_rows)
+        engine.steps[-1] = replace(engine.steps[-1], replayed=True)
         return outputs
 
     monkeypatch.setattr(engine, "_step", replayed)
-    assert engine.trace([7, 8])
-    with pytest.raises(HostError, match="enforce_eager=True"):
-        engine.trace([7, 8], decode=True)
+    with pytest.raises(HostError, match="replayed a CUDA graph"):
+        engine.trace([7, 8])
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_run_without_graphs_brings_them_back(pair, monkeypatch, broken):
+    """Both model runners keep one flag, here that of V1; see test_runners.py for a GPU."""
+    engine, _ = pair
+    dispatcher = engine._runner.cudagraph_dispatcher
+    monkeypatch.setattr(dispatcher, "keys_initialized", True)
+    step, seen = engine._step, []
+
+    def watched():
+        seen.append(dispatcher.keys_initialized)
+        if broken:
+            raise RuntimeError("broken")
+        return step()
+
+    monkeypatch.setattr(engine, "_step", watched)
+    for graphs in (False, True):
+        with pytest.raises(RuntimeError) if broken else nullcontext():
+            engine.run([Request([1, 2, 3])], graphs=graphs)
+        assert set(seen) == {graphs}
+        assert dispatcher.keys_initialized
+        seen.clear()
 
 
 def test_allowed_token_ids(pair):
