@@ -17,6 +17,7 @@ from isomodels.config import load_config_dict, read_config
 from isomodels.errors import CheckpointError
 from isomodels.registry import ArchSpec, load_object
 from isomodels.weights_conv.files import TensorFiles, read_tensors
+from isomodels.weights_conv.fp8 import Dequantised
 from isomodels.weights_conv.rules import (
     Carried,
     Resolved,
@@ -42,7 +43,7 @@ class Checkpoint:
         path: the folder.
         spec, config: the architecture and its strict config.
         rules: the architecture's conversion table for this config and these names.
-        tensors: HF name -> tensor, lazy.
+        tensors: HF name -> tensor, lazy; float8 weights multiplied by their scales.
     """
 
     path: Path
@@ -74,7 +75,10 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
     path = Path(path)
     tensors = read_tensors(path)
     spec, config = read_config(path)
+    block = getattr(config, "fp8_block", None)
     try:
+        if block is not None:
+            tensors = Dequantised(tensors, block, config.torch_dtype)
         rules = resolve(load_object(spec.weights)(config), tensors)
         check_tensors(rules, tensors.meta(), dtype=config.torch_dtype)
         check_tied(rules, tensors)
@@ -165,7 +169,7 @@ def save_checkpoint(
     write_checkpoint(
         out_dir,
         hf,
-        like=checkpoint.path,
+        like=checkpoint.tensors,
         max_shard_size=max_shard_size,
         files=_config_file(checkpoint, dtype),
         progress=progress,
@@ -209,7 +213,7 @@ def convert_checkpoint(
     write_checkpoint(
         out_dir,
         tensors,
-        like=checkpoint.path,
+        like=checkpoint.tensors,
         max_shard_size=max_shard_size,
         files=_config_file(checkpoint, dtype),
         progress=progress,
@@ -323,11 +327,13 @@ def _module_dtype(checkpoint: Checkpoint, state: Mapping[str, Tensor]) -> torch.
 
 
 def _config_file(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, str]:
-    """config.json with another dtype; nothing where it stays as it is."""
-    if dtype == checkpoint.dtype:
+    """config.json with another dtype, of plain weights; nothing where it stays as it is."""
+    plain = not isinstance(checkpoint.tensors, Dequantised)
+    if dtype == checkpoint.dtype and plain:
         return {}
     raw = load_config_dict(checkpoint.path)
     for key in ("dtype", "torch_dtype"):
         if key in raw:
             raw[key] = dtype_name(dtype)
+    raw.pop("quantization_config", None)
     return {"config.json": json.dumps(raw, indent=2) + "\n"}

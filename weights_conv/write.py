@@ -47,7 +47,7 @@ def write_checkpoint(
     path: Path | str,
     tensors: Mapping[str, Tensor],
     *,
-    like: Path | None = None,
+    like: TensorFiles | Path | None = None,
     max_shard_size: int | None = None,
     files: Mapping[str, str] | None = None,
     progress: Callable[[int], None] | None = None,
@@ -60,8 +60,8 @@ def write_checkpoint(
     Args:
         path: the folder; a checkpoint that is there already is replaced, and nothing else is.
         tensors: HF name -> tensor, on any device; may be lazy.
-        like: a checkpoint folder. Its config, tokenizer and other small files are copied, and its
-            division into files is kept unless `max_shard_size` is given.
+        like: a checkpoint folder, or one that is open. Its config, tokenizer and other small
+            files are copied, and its division into files is kept unless `max_shard_size` is given.
         max_shard_size: bytes a file may have; a larger tensor gets a file of its own.
         files: file name -> text, to write beside the weights (instead of those of `like`).
         progress: called with the number of bytes after each file.
@@ -72,7 +72,7 @@ def write_checkpoint(
             still there.
     """
     path = Path(os.path.realpath(path))
-    source = read_tensors(like) if like is not None else None
+    source = read_tensors(like) if isinstance(like, Path) else like
     try:
         _refuse_bad_place(path, source)
         plan = _plan(tensors, source, max_shard_size)

@@ -1,0 +1,10 @@
+"""Checkpoint tensors of DeepSeek-V3."""
+
+from isomodels.layers.mla_moe import latent_moe_rules
+from isomodels.moe.deepseek_v3.config import DeepseekV3Config
+from isomodels.weights_conv.rules import Rule
+
+
+def rules(config: DeepseekV3Config) -> tuple[Rule, ...]:
+    """The conversion table of one config."""
+    return latent_moe_rules(config)
