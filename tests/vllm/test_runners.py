@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from isomodels.vllm import Engine, Request
-from tests.vllm.support import assert_equal_bits, draw, load_core
+from tests.vllm.support import assert_equal_bits, bits, draw, load_core, packed_logprobs
 
 ON_GPU = torch.cuda.is_available()
 V2_ON_CPU = "tests.vllm.v2_on_cpu"
@@ -81,6 +81,33 @@ def test_every_case(runner, mode, monkeypatch):
         engine.reload(TRAINED)
         after = engine.run(asked[:4], seed=1)
         assert_equal_bits(core, after, temperatures[:4])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("runner", ["V1", "V2"])
+def test_async_scheduling(runner, monkeypatch):
+    """A server's default, under which a step is scheduled before the last one's tokens are known."""
+    from vllm import SamplingParams
+
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", str(int(runner == "V2")))
+    core = load_core(TRAINED, "cuda")
+    params = SamplingParams(max_tokens=24, ignore_eos=True, logprobs=0, detokenize=False)
+    prompts = [draw(n, n) for n in (3, 50, 101, 102, 200, 96, 97, 98, 99)]
+    limits = {**LIMITS, **GPU_LIMITS, "async_scheduling": True}
+    with Engine(TRAINED, dtype="bfloat16", **limits) as engine:
+        assert engine.model_runner == runner
+        made = engine.llm.generate(
+            [{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False
+        )
+        assert sum(step.resumed_requests for step in engine.steps)
+    samples = [output.outputs[0] for output in made]
+    sequences = [[*p, *s.token_ids] for p, s in zip(prompts, samples, strict=True)]
+    rows = packed_logprobs(core, sequences, [1.0] * len(prompts))
+    for prompt, sample, row in zip(prompts, samples, rows, strict=True):
+        got = [e[t].logprob for e, t in zip(sample.logprobs, sample.token_ids, strict=True)]
+        places = range(len(prompt) - 1, len(prompt) - 1 + len(got))
+        expected = [row[i, t].item() for i, t in zip(places, sample.token_ids, strict=True)]
+        assert (bits(got) == bits(expected)).all()
 
 
 @pytest.mark.skipif(ON_GPU, reason="the same tests run on the GPU itself")
