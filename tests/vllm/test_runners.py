@@ -86,7 +86,7 @@ def test_every_case(runner, mode, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("runner", ["V1", "V2"])
 def test_async_scheduling(runner, monkeypatch):
-    """A server's default, under which a step is scheduled before the last one's tokens are known."""
+    """A server's default: a step is scheduled before the last one's tokens are known."""
     from vllm import SamplingParams
 
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", str(int(runner == "V2")))
