@@ -4,13 +4,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.checkpoints import make_mimo, make_qwen3
+from tests.checkpoints import make_mimo, make_qwen3, make_qwen3_moe
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MAKERS = {
     "qwen3": lambda path, dtype: make_qwen3(path, dtype, tied=False),
     "qwen3_tied": lambda path, dtype: make_qwen3(path, dtype, tied=True),
     "mimo": make_mimo,
+    "qwen3_moe": make_qwen3_moe,
 }
 
 

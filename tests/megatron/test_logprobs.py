@@ -14,7 +14,7 @@ from isomodels.megatron.packing import pack
 from tests.megatron.bits import assert_all_same_bits, assert_same_bits
 from tests.megatron.conftest import DTYPES
 
-KINDS = ("qwen3", "qwen3_tied", "mimo")
+KINDS = ("qwen3", "qwen3_tied", "mimo", "qwen3_moe")
 
 
 @pytest.fixture(params=[(kind, dtype) for kind in KINDS for dtype in DTYPES], ids="-".join)
@@ -97,13 +97,17 @@ def test_trace_names_operations_and_sees_one_ulp(trainer, sequences):
     assert list(before)[-1] == "lm_head"
     assert before == trainer.trace([*sequence[:12], 5, 6], 11)
 
-    weight = trainer.core.model.layers[1].mlp.down_proj.weight
+    mlp = trainer.core.model.layers[1].mlp
+    if hasattr(mlp, "experts"):
+        weight, where = mlp.experts.down_proj, "experts"
+    else:
+        weight, where = mlp.down_proj.weight, "down_proj"
     integers = torch.int32 if weight.dtype == torch.float32 else torch.int16
     with torch.no_grad():
         weight.view(integers).add_(1)
     after = trainer.trace(sequence, 11)
     first = next(name for name in before if before[name] != after[name])
-    assert first == "model.layers.1.mlp.down_proj"
+    assert first == f"model.layers.1.mlp.{where}"
 
 
 def test_replaced_output_layer_is_called(trainer, sequences):

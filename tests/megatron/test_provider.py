@@ -22,7 +22,7 @@ from tests.megatron.conftest import DTYPES
 
 
 @pytest.mark.parametrize("dtype", list(DTYPES))
-@pytest.mark.parametrize("kind", ["qwen3", "mimo"])
+@pytest.mark.parametrize("kind", ["qwen3", "mimo", "qwen3_moe"])
 def test_config_of_a_checkpoint(checkpoint, kind, dtype):
     _, hf_config = read_config(checkpoint(kind, dtype))
     config = transformer_config(hf_config, deterministic_mode=False)
@@ -34,7 +34,7 @@ def test_config_of_a_checkpoint(checkpoint, kind, dtype):
     assert config.add_qkv_bias == (kind == "mimo")
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "qwen3_tied", "mimo"])
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_tied", "mimo", "qwen3_moe"])
 def test_row_76_the_config_that_comes_out_is_the_one_that_went_in(checkpoint, kind, tmp_path):
     """Row 76 of the field reports: a provider's defaults (padded vocabulary, ...) in the export."""
     source = checkpoint(kind, "fp32")

@@ -16,6 +16,8 @@ from isomodels.megatron import Trainer, resume
 from tests.megatron.conftest import DTYPES
 from tests.megatron.test_training import BATCH, assert_same, weights
 
+CASES = [("qwen3_tied", "fp32"), ("qwen3", "bf16"), ("mimo", "bf16"), ("qwen3_moe", "bf16")]
+
 
 def open_trainer(path: Path, dtype: str, distributed: bool) -> Trainer:
     return Trainer(
@@ -32,9 +34,7 @@ def train(trainer: Trainer, steps: int) -> list[float]:
 
 
 @pytest.mark.parametrize("distributed", [True, False], ids=["distributed", "plain"])
-@pytest.mark.parametrize(
-    ("kind", "dtype"), [("qwen3_tied", "fp32"), ("qwen3", "bf16"), ("mimo", "bf16")]
-)
+@pytest.mark.parametrize(("kind", "dtype"), CASES)
 def test_resumed_training_equals_uninterrupted(checkpoint, tmp_path, kind, dtype, distributed):
     path = checkpoint(kind, dtype)
     with open_trainer(path, dtype, distributed) as trainer:
@@ -79,9 +79,7 @@ def test_without_the_repair_megatron_cannot_load(checkpoint, tmp_path, monkeypat
             trainer.load(tmp_path / "saved")
 
 
-@pytest.mark.parametrize(
-    ("kind", "dtype"), [("qwen3_tied", "fp32"), ("qwen3", "bf16"), ("mimo", "bf16")]
-)
+@pytest.mark.parametrize(("kind", "dtype"), CASES)
 def test_hugging_face_checkpoint_of_trained_weights(checkpoint, tmp_path, sequences, kind, dtype):
     path = checkpoint(kind, dtype)
     with open_trainer(path, dtype, True) as trainer:
@@ -94,8 +92,9 @@ def test_hugging_face_checkpoint_of_trained_weights(checkpoint, tmp_path, sequen
     trained = load_file(tmp_path / "trained" / "model.safetensors")
     assert trained.keys() == original.keys()
     for name, tensor in original.items():
-        carried = ".mtp_layers." in name
-        assert torch.equal(trained[name], tensor) == carried, name
+        same = torch.equal(trained[name], tensor)
+        if ".experts." not in name:  # one that saw no token stays as it is
+            assert same == (".mtp_layers." in name), name
     with open_trainer(tmp_path / "trained", dtype, True) as trainer:
         for left, right in zip(trainer.score(sequences), expected, strict=True):
             assert torch.equal(left, right)
