@@ -90,7 +90,7 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     from isomodels.kernels import linear_triton
 
     check_operands("linear", x, weight, bias)
-    return linear_triton.linear(x, weight, bias)
+    return linear_triton.linear(x, weight, None if bias is None else bias.contiguous())
 
 
 @linear.register_fake

@@ -246,6 +246,7 @@ def rope_qkv(
     With `pages` k and v are also written to the cache.
     """
     qkv = _dense_heads(qkv)
+    q_weight, k_weight = (w if w is None else w.contiguous() for w in (q_weight, k_weight))
     tokens, heads, d = qkv.shape
     kv_heads = (heads - num_heads) // 2
     q, k, v = (
@@ -287,6 +288,7 @@ def rope_qkv_backward(
     """Gradients of q, k and v -> those of qkv [T, heads + 2 kv_heads, D] and of the weights [D]."""
     grads = [_dense_heads(dq if grad is None else grad) for grad in (dq, dk, dv)]
     qkv = _dense_heads(qkv)
+    q_weight, k_weight = (w if w is None else w.contiguous() for w in (q_weight, k_weight))
     tokens, heads, d = qkv.shape
     num_heads = dq.shape[1]
     kv_heads = (heads - num_heads) // 2

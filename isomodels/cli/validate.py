@@ -63,6 +63,8 @@ def validate(
     console = Console()
     json_to = None if json_file is None or str(json_file) == "-" else json_file
     _check_writable(json_to)
+    if interpret and (quick or device not in (None, "cpu")):
+        raise UnsupportedError("--interpret runs on the CPU and has one form: leave out the rest")
     if interpret and os.environ.get("TRITON_INTERPRET") != "1":
         raise typer.Exit(_in_interpreter(operation or [], json_file))
     report = _run(device, quick, interpret, operation)
@@ -97,8 +99,6 @@ def _run(
     from isomodels.validate.battery import Place, load_operations
     from isomodels.validate.start import interpreted, validate
 
-    if interpret and (quick or device not in (None, "cpu")):
-        raise UnsupportedError("--interpret runs on the CPU and has one form: leave out the rest")
     try:
         where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     except RuntimeError:
@@ -123,8 +123,9 @@ def _keep(report: "Report", partial: bool) -> str:
     if partial:
         return "Not kept: some operations only."
     old, _ = load(report.facts)
-    if report.kind == "quick" and report.passed and old and old.passed and old.kind == "full":
-        return "Not kept: the full battery passed here before."
+    if report.kind == "quick" and report.passed and old and old.kind == "full":
+        verb = "passed" if old.passed else "failed"
+        return f"Not kept: the full battery {verb} here before."
     try:
         return f"Kept as {store(report)}"
     except CheckpointError as error:

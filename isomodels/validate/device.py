@@ -89,8 +89,13 @@ def refuse_triton(installed: str | None) -> None:
             )
 
 
-def refuse_model(device: torch.device, *, dtype: torch.dtype, head_dim: int) -> None:
+def refuse_model(device: torch.device, *, dtype: torch.dtype, head_dim: int | None) -> None:
     """Refuse a dtype or head size that the kernels of a device do not have.
+
+    Args:
+        device: on which the model will run.
+        dtype: of the model.
+        head_dim: of its softmax attention; None where keys and values have no common size.
 
     Raises:
         UnsupportedError: naming it, and what there is.
@@ -101,7 +106,7 @@ def refuse_model(device: torch.device, *, dtype: torch.dtype, head_dim: int) -> 
             f"isomodels has no kernels for {name}: convert the checkpoint with "
             "`isomodels convert CHECKPOINT OUT --dtype bfloat16`"
         )
-    if device.type != "cuda":
+    if device.type != "cuda" or head_dim is None:
         return
     from isomodels.kernels.attention_triton import HEAD_DIMS
 

@@ -88,7 +88,7 @@ def read_json(data: Any) -> Report:
         report = Report(
             data["kind"], dict(data["facts"]), outcomes, float(data["seconds"]), str(data["date"])
         )
-        if report.passed is not data["passed"]:
+        if not outcomes or report.passed is not data["passed"]:
             raise ValueError("the verdict does not agree with the checks")
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"no report of isomodels validate ({error!r})") from None

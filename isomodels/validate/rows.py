@@ -131,9 +131,18 @@ def assert_storage_does_not_matter(
         for name, other in stored.items():
             arguments = [other if j == i else y for j, y in enumerate(rows)]
             same(op(*arguments), whole, f"argument {i}: {name}")
-    empty = op(*(x[:0] for x in rows))
-    if empty.shape != (0, *whole.shape[1:]):
-        raise Fault(f"no rows: {list(empty.shape)} instead of {[0, *whole.shape[1:]]}")
+    assert_no_rows(op, *rows)
+
+
+def assert_no_rows(op: RowFunction, *rows: Tensor) -> None:
+    """No rows in, no rows out.
+
+    Raises:
+        Fault: for a result of another shape.
+    """
+    expected, empty = op(*rows), op(*(x[:0] for x in rows))
+    if empty.shape != (0, *expected.shape[1:]):
+        raise Fault(f"no rows: {list(empty.shape)} instead of {[0, *expected.shape[1:]]}")
 
 
 def assert_same_in_a_graph(op: RowFunction, *rows: Tensor) -> None:

@@ -5,11 +5,12 @@ thread (grad mode, default device, autocast) reaches them. On a GPU there are ma
 goes into compiling, which threads share.
 """
 
+import multiprocessing
 import os
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
@@ -21,6 +22,7 @@ from isomodels.validate.bits import Fault, digest
 
 _DIGEST, _SHA = "digest", "sha256:"
 _THREADS = 16
+_PROCESSES = 8
 
 
 @dataclass
@@ -44,6 +46,35 @@ class Outcome:
 
 
 Tell = Callable[[str, int, int], None]
+
+
+def run_in_processes(place: Place, tell: Tell | None = None) -> dict[str, Outcome]:
+    """`run_battery` of all operations on a GPU, in several processes.
+
+    Half of the time of a compilation is Python's, which threads of one process cannot share. And
+    where a kernel breaks a process, the others still get their verdict.
+
+    Args:
+        place: where, and how deep.
+        tell: see `run_battery`.
+    """
+    names = [name for name, op in load_operations().items() if op.runs_on(place)]
+    processes = max(1, min(_PROCESSES, (os.cpu_count() or 1) // 2))
+    found: dict[str, Outcome] = {}
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        order = sorted(names, key=lambda name: -len(load_operations()[name].checks))
+        futures = {pool.submit(run_battery, place, [name]): name for name in order}
+        for done, future in enumerate(as_completed(futures), 1):
+            name = futures[future]
+            error = future.exception()
+            if error is None:
+                found |= future.result()
+            else:
+                found[name] = Outcome({"process": f"ended: {error!r}"})
+            if tell is not None:
+                tell(name, done, len(futures))
+    outcomes = {name: found[name] for name in names}
+    return {**outcomes, **_gaps(place)}
 
 
 def run_battery(
@@ -83,10 +114,12 @@ def run_battery(
                 outcome.checks[check] = result
             if tell is not None:
                 tell(f"{op.name}: {check}", done, len(jobs))
-    if names is None and place.depth == "full":
-        for sentence in missing_checks():
-            outcomes.setdefault("battery", Outcome()).checks[sentence] = "missing"
-    return outcomes
+    return {**outcomes, **_gaps(place)} if names is None else outcomes
+
+
+def _gaps(place: Place) -> dict[str, Outcome]:
+    missing = missing_checks() if place.depth == "full" else []
+    return {"battery": Outcome(dict.fromkeys(missing, "missing"))} if missing else {}
 
 
 Job = tuple[Operation, str]
@@ -97,8 +130,7 @@ def _in_threads(
 ) -> Iterator[tuple[Operation, str, float, str | None]]:
     if not jobs:
         return
-    # Long compilations first: those of products.
-    jobs = sorted(jobs, key=lambda job: -len(job[0].covers))
+    jobs = sorted(jobs, key=lambda job: -len(job[0].checks))  # the longest first
     with ThreadPoolExecutor(threads, "isomodels-validate") as pool:
         futures: dict[Future, Job] = {pool.submit(run_check, place, *job): job for job in jobs}
         try:
@@ -148,8 +180,9 @@ def _undisturbed(place: Place) -> Iterator[None]:
 
 
 def _start_triton(device: torch.device) -> None:
-    """Once and before the threads: the driver's own extension is compiled on first use."""
-    from triton.runtime import driver
+    """Once and before the threads, which would wait for it one and all."""
+    import torch._dynamo  # torch imports it with the first call of an operator
+    from triton.runtime import driver  # compiles an extension of its own
 
     with torch.cuda.device(device):
         torch.zeros(1, device=device)

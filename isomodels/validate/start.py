@@ -2,6 +2,7 @@
 
 import logging
 import time
+import warnings
 
 import torch
 
@@ -10,7 +11,7 @@ from isomodels.validate.battery import Depth, Place
 from isomodels.validate.device import facts, refuse_device, refuse_model, triton_version
 from isomodels.validate.interpret import use_interpreter
 from isomodels.validate.report import Report, load, store
-from isomodels.validate.run import Tell, run_battery
+from isomodels.validate.run import Tell, run_battery, run_in_processes
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +35,11 @@ def validate(
     """
     refuse_device(device)
     start = time.perf_counter()
-    outcomes = run_battery(Place(device, depth), names, tell)
+    place = Place(device, depth)
+    if place.on_gpu and depth == "full" and names is None:
+        outcomes = run_in_processes(place, tell)
+    else:
+        outcomes = run_battery(place, names, tell)
     return Report(depth, facts(device), outcomes, time.perf_counter() - start)
 
 
@@ -49,12 +54,14 @@ def interpreted(names: list[str] | None = None, tell: Tell | None = None) -> Rep
     use_interpreter()
     cpu = torch.device("cpu")
     start = time.perf_counter()
-    outcomes = run_battery(Place(cpu, interpreted=True), names, tell)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # numpy's, of the NaN that is meant
+        outcomes = run_battery(Place(cpu, interpreted=True), names, tell)
     where = {**facts(cpu), "backend": "triton, interpreted", "triton": triton_version()}
     return Report("interpreted", where, outcomes, time.perf_counter() - start)
 
 
-def require_validated(device: torch.device, *, dtype: torch.dtype, head_dim: int) -> None:
+def require_validated(device: torch.device, *, dtype: torch.dtype, head_dim: int | None) -> None:
     """Go on only on a device whose kernels passed the battery; for the start of a host.
 
     A stored report decides at once. Without one the quick battery runs here and now, and its report
@@ -64,7 +71,7 @@ def require_validated(device: torch.device, *, dtype: torch.dtype, head_dim: int
     Args:
         device: on which the model will run.
         dtype: of the model.
-        head_dim: of the model's attention.
+        head_dim: of the model's attention; see `refuse_model`.
 
     Raises:
         UnsupportedError: a device, Triton, dtype or head size that is refused, or kernels that do

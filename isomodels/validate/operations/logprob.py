@@ -34,7 +34,7 @@ def _scaled(draw: Inputs, vocab: int, hidden: int) -> tuple[Tensor, Tensor]:
     "lm_head",
     "logits_backward",
     small=((300, 40), (1003, 65), (7, 8)),
-    real=((4096, 4096), (20000, 1024)),
+    real=((20000, 2048), (4096, 4096)),
 )
 def head(draw: Inputs, vocab: int, hidden: int) -> Case:
     """fp32 logits."""

@@ -1,0 +1,134 @@
+"""The battery is complete, passes on this CPU and in Triton's interpreter, and disturbs nothing."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from isomodels.validate.battery import Place, load_operations, missing_checks
+from isomodels.validate.run import run_battery
+from tests.validate.conftest import QUICK
+
+
+def test_no_operator_is_without_checks() -> None:
+    assert missing_checks() == []
+
+
+def test_a_new_operator_without_checks_is_named() -> None:
+    with torch.library._scoped_library("isomodels", "FRAGMENT") as library:
+        library.define("new_and_unchecked(Tensor x) -> Tensor")
+        assert "new_and_unchecked: no operation covers this operator" in missing_checks()
+
+
+def test_an_operation_without_a_kind_of_check_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    operations = load_operations()
+    monkeypatch.delitem(operations["rope"].checks, "hazards")
+    monkeypatch.delitem(operations["attention"].checks, "gradients")
+    monkeypatch.setattr(operations["swiglu"], "outputs", None)
+    assert {
+        "rope: no check of hazards",
+        "attention: no check of gradients",
+        "swiglu: no outputs for the digest",
+    } <= set(missing_checks())
+
+
+def test_the_full_battery_on_this_cpu() -> None:
+    outcomes = run_battery(Place(torch.device("cpu"), "full"))
+    assert {n: o.checks for n, o in outcomes.items() if not o.passed} == {}
+    assert all(outcome.digest for outcome in outcomes.values())
+    quick = run_battery(QUICK, ["rms_norm", "attention", "embedding"])
+    for name, outcome in quick.items():
+        assert outcome.digest == outcomes[name].digest, "the depth must not show in a digest"
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run on the GPU itself")
+def test_the_triton_kernels_in_the_interpreter(tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    run = interpreted(["--json", str(file)])
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
+    report = json.loads(file.read_text())
+    assert report["kind"] == "interpreted"
+    assert report["facts"]["backend"] == "triton, interpreted"
+    assert {"linear", "attention", "paged_attention", "rope_qkv"} <= set(report["operations"])
+    assert not (tmp_path / "isomodels").exists(), "such a report must not be kept"
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine that interprets")
+@pytest.mark.parametrize(
+    ("right", "wrong", "check"),
+    [
+        ("row * stride + width + columns", "row * stride + columns", "accuracy"),
+        ("mask = columns < width", "mask = columns < width - 1", "accuracy"),
+        ("dup = grad * gate * sigmoid", "dup = grad * gate", "gradients"),
+    ],
+)
+def test_a_wrong_index_or_mask_shows_in_the_interpreter(right, wrong, check) -> None:
+    code = f"""
+import importlib.util, sys, tempfile
+from pathlib import Path
+import isomodels.kernels, isomodels.kernels.swiglu_triton as module
+text = Path(module.__file__).read_text()
+assert {right!r} in text
+path = Path(tempfile.mkdtemp()) / "swiglu_triton.py"
+path.write_text(text.replace({right!r}, {wrong!r}))
+spec = importlib.util.spec_from_file_location(module.__name__, path)
+mutant = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(mutant)
+sys.modules[module.__name__] = isomodels.kernels.swiglu_triton = mutant
+from isomodels.validate.start import interpreted
+report = interpreted(["swiglu"])
+print([name for name, fault in report.outcomes["swiglu"].checks.items() if fault])
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert check in run.stdout
+
+
+def interpreted(arguments: list[str]) -> subprocess.CompletedProcess:
+    code = "from isomodels.cli.main import app; app()"
+    command = [sys.executable, "-W", "ignore", "-c", code, "validate", "--interpret", *arguments]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_the_battery_disturbs_nothing(few_operations: None) -> None:
+    torch.manual_seed(5)
+    before, threads = torch.get_rng_state(), torch.get_num_threads()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"), torch.inference_mode():
+            outcomes = run_battery(QUICK)
+            assert torch.is_inference_mode_enabled()
+        assert torch.get_default_dtype() == torch.bfloat16
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(outcome.passed for outcome in outcomes.values())
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.get_num_threads() == threads
+
+
+def test_progress_is_told(few_operations: None) -> None:
+    told = []
+    run_battery(QUICK, tell=lambda what, done, total: told.append((what, done, total)))
+    assert [done for _, done, _ in told] == [*range(1, len(told) + 1)]
+    assert {total for _, _, total in told} == {len(told)}
+    assert ("rms_norm: accuracy") in {what for what, _, _ in told}
+
+
+@pytest.mark.gpu
+def test_the_full_battery_on_this_gpu() -> None:
+    before = torch.cuda.memory_allocated()
+    outcomes = run_battery(Place(torch.device("cuda"), "full"))
+    assert {n: o.checks for n, o in outcomes.items() if not o.passed} == {}
+    assert torch.cuda.memory_allocated() == before
