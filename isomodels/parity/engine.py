@@ -46,13 +46,9 @@ def device_limits(checkpoint: str, device: str, num_blocks: int) -> dict[str, An
 
     vLLM would size its cache by what is free, while the trainer takes its own memory.
     """
-    spec, config = read_config(checkpoint)
     if device == "cpu":
-        if spec.family != "hybrid":
-            return {}
-        # A state takes a block too: the running one and the one before it of each layer.
-        states = 4 * len(config.layers_of("linear_attention"))
-        return {"num_gpu_blocks_override": num_blocks + states}
+        return {}
+    _, config = read_config(checkpoint)
     numbers_a_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
     return {
         "enforce_eager": False,

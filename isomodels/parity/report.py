@@ -40,6 +40,7 @@ def as_json(report: Report) -> dict[str, Any]:
         },
         "first_difference": _place(report),
         "stock": asdict(report.stock) if report.stock else None,
+        "stock_needs": report.stock_needs,
         "faults": report.faults(),
     }
 
@@ -78,6 +79,12 @@ def print_report(report: Report, console: Console) -> None:
             f"Without isomodels (stock vLLM against stock transformers, {stock.compared:,} of "
             f"these tokens): [bold]{stock.differ / stock.compared:.1%} differ[/bold], on average "
             f"by {stock.mean_abs:.1e}, at most by {stock.max_abs:.1e}.",
+            highlight=False,
+        )
+    if report.stock_needs:
+        console.print(
+            f"Not compared with stock: vLLM's own class needs {report.stock_needs}, which is not "
+            "installed.",
             highlight=False,
         )
     _print_verdict(report, console)

@@ -26,8 +26,8 @@ from isomodels.parity.cases import (
     sequence,
 )
 from isomodels.parity.remote import ProcessError, Remote
-from isomodels.parity.stock import StockDifference
-from isomodels.parity.workload import WORKLOADS, PromptSource, Workload, rounds
+from isomodels.parity.stock import StockDifference, missing_library
+from isomodels.parity.workload import WORKLOADS, PromptSource, Workload, rounds, with_states
 
 PHASES = ("before_update", "after_update")
 _OPTIMIZER_STEPS = 2
@@ -70,6 +70,7 @@ class Report:
     place: Place | None = None
     stock: StockDifference | None = None
     stock_fault: str | None = None
+    stock_needs: str | None = None  # a library without which stock vLLM cannot run here
 
     @property
     def cases(self) -> tuple[str, ...]:
@@ -148,6 +149,9 @@ def run_parity(
             f"{checkpoint}: this workload needs max_position_embeddings of at least "
             f"{workload.max_model_len}, it is {config.max_position_embeddings}"
         )
+    if spec.family == "hybrid":
+        counts = [len(config.layers_of(kind)) for kind in ("linear_attention", "full_attention")]
+        workload = with_states(workload, -(-counts[0] // counts[1]))
     report = Report(
         architecture=spec.architecture,
         checkpoint=str(checkpoint),
@@ -158,7 +162,9 @@ def run_parity(
         seed=seed,
         workload=workload,
         versions=_versions(),
+        stock_needs=missing_library(spec) if stock else None,
     )
+    stock = stock and report.stock_needs is None
     with ExitStack() as stack:
         say("starting vLLM and Megatron")
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="isomodels-")))

@@ -1,5 +1,6 @@
 """What the two sides give without isomodels: vLLM's own class against transformers' own model."""
 
+import importlib.util
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import torch
 from isomodels.config import DTYPES, load_config_dict, read_config
 from isomodels.parity.engine import device_limits
 from isomodels.parity.workload import BLOCK_SIZE
-from isomodels.registry import load_object
+from isomodels.registry import ArchSpec, load_object
 from isomodels.vllm.engine import Engine, Request
 from isomodels.weights_conv.files import read_tensors
 from isomodels.weights_conv.rules import Carried, Stack, Tied, resolve
@@ -28,6 +29,13 @@ class StockDifference:
     differ: int
     mean_abs: float
     max_abs: float
+
+
+def missing_library(spec: ArchSpec) -> str | None:
+    """What stock vLLM's class of an architecture imports and is not installed here."""
+    # Its text-only Qwen3.5 lies in one file with the multimodal one.
+    needed = "torchvision" if spec.model_type.startswith("qwen3_5") else None
+    return needed if needed and importlib.util.find_spec(needed) is None else None
 
 
 class Stock:

@@ -3,7 +3,7 @@
 import inspect
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +89,25 @@ WORKLOADS = {
         microbatch=8192,
     ),
 }
+
+
+def with_states(workload: Workload, groups: int) -> Workload:
+    """The workload for a model with recurrent states.
+
+    vLLM then ends each step of a prompt at the edge of a block, so that only prompts within one
+    are computed at once, and a prefix is found only where a step ended.
+
+    Args:
+        workload: that of a model without.
+        groups: into how many groups vLLM deals the recurrent layers, each with its own blocks.
+    """
+    return replace(
+        workload,
+        # of each sequence, the running state and the one that is copied to the next block
+        num_blocks=workload.num_blocks + 2 * groups * workload.max_num_seqs,
+        scored=(*workload.scored, *range(5, BLOCK_SIZE), *(BLOCK_SIZE,) * 5),
+        prefixes=tuple((length, count + 4) for length, count in workload.prefixes),
+    )
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,49 @@
+"""config.json of Qwen3.5 dense text models."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from isomodels.layers.hybrid_config import HybridConfig
+
+
+class Qwen3_5Config(HybridConfig):
+    """Qwen3.5 dense: a hybrid decoder, with or without multi-token-prediction layers."""
+
+    mtp_num_hidden_layers: int = Field(default=0, ge=0)
+    mtp_use_dedicated_embeddings: Literal[False] = False
+
+
+TINY = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "vocab_size": 1003,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000000.0,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [11, 11, 10],
+        "mrope_interleaved": True,
+    },
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "attention_bias": False,
+    "mamba_ssm_dtype": "float32",
+    "mtp_num_hidden_layers": 1,
+}
