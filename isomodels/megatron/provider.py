@@ -14,6 +14,7 @@ from isomodels.config import read_config
 from isomodels.errors import ConfigError, UnsupportedError
 from isomodels.megatron.model import IsoLanguageModel
 from isomodels.registry import ArchSpec, load_object
+from isomodels.validate import require_validated
 
 # What a TransformerConfig must say of everything that this model does not do. Fields that only
 # choose an implementation of Megatron's own layers (fusions, attention_backend, transformer_impl,
@@ -208,8 +209,13 @@ def _check_recompute(built: Any) -> None:
 
 
 def build_core(spec: ArchSpec, config: Any, dtype: torch.dtype) -> nn.Module:
-    """The isomodels module of an architecture, for training, without weights."""
+    """The isomodels module of an architecture, for training, without weights.
+
+    Raises:
+        UnsupportedError: the device, or kernels that do not pass their checks on it.
+    """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    require_validated(device, dtype=dtype, head_dim=config.head_dim)
     return load_object(spec.model)(config, dtype=dtype, device=device, carry_mtp=True)
 
 
@@ -228,8 +234,9 @@ def model_provider(
         pg_collection=None)`; `config` defaults to `transformer_config` of the checkpoint.
 
         The provider raises ConfigError or UnsupportedError for a `config` that describes another
-        model or asks for what is not implemented, and CheckpointError for a `params_dtype` that
-        the checkpoint does not have, without `cast`.
+        model or asks for what is not implemented, UnsupportedError on a device where the kernels
+        do not pass their checks, and CheckpointError for a `params_dtype` that the checkpoint does
+        not have, without `cast`.
 
     Raises:
         ConfigError: for a config.json that cannot be read, or with a field that is missing,

@@ -136,6 +136,13 @@ def refuse_device(device: torch.device) -> None:
     refuse_triton(triton_version())
 
 
+def with_index(device: torch.device) -> torch.device:
+    """ "cuda" as the current GPU: in another thread the current one is the first."""
+    if device.type != "cuda" or device.index is not None:
+        return device
+    return torch.device("cuda", torch.cuda.current_device())
+
+
 def triton_version() -> str | None:
     """Of the installed Triton, without importing it."""
     try:

@@ -8,7 +8,13 @@ import torch
 
 from isomodels.errors import CheckpointError, UnsupportedError
 from isomodels.validate.battery import Depth, Place
-from isomodels.validate.device import facts, refuse_device, refuse_model, triton_version
+from isomodels.validate.device import (
+    facts,
+    refuse_device,
+    refuse_model,
+    triton_version,
+    with_index,
+)
 from isomodels.validate.interpret import use_interpreter
 from isomodels.validate.report import Report, load, store
 from isomodels.validate.run import Tell, run_battery, run_in_processes
@@ -35,6 +41,7 @@ def validate(
     """
     refuse_device(device)
     start = time.perf_counter()
+    device = with_index(device)
     place = Place(device, depth)
     if place.on_gpu and depth == "full" and names is None:
         outcomes = run_in_processes(place, tell)
@@ -78,6 +85,7 @@ def require_validated(device: torch.device, *, dtype: torch.dtype, head_dim: int
             not pass.
     """
     refuse_device(device)
+    device = with_index(device)
     refuse_model(device, dtype=dtype, head_dim=head_dim)
     here = facts(device)
     report, reason = load(here)

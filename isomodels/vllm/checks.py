@@ -10,6 +10,7 @@ from typing import Any
 from isomodels.config import read_config
 from isomodels.errors import UnsupportedError
 from isomodels.registry import ArchSpec
+from isomodels.validate.device import refuse_capability, refuse_triton, triton_version
 from isomodels.vllm.versions import V2_RUNNER_VERSIONS, vllm_version
 
 # What each mode becomes inside vLLM; see `IsoModelsForCausalLM.compute_logits`.
@@ -93,15 +94,14 @@ def _device_refusals(vllm_config: Any) -> tuple[tuple[bool, str], ...]:
     from vllm import envs
     from vllm.platforms import current_platform
 
+    if current_platform.is_cuda():  # by NVML: nothing may start CUDA in the front end
+        capability = current_platform.get_device_capability()
+        refuse_capability(tuple(capability), current_platform.get_device_name())
+        refuse_triton(triton_version())
     return (
         (
             not (current_platform.is_cpu() or current_platform.is_cuda()),
             f"the device {current_platform.device_type} was not checked: use vLLM for CPU or CUDA",
-        ),
-        (
-            current_platform.is_cuda()
-            and tuple(current_platform.get_device_capability()) != (9, 0),
-            "the GPU kernels were checked on Hopper (compute capability 9.0) only",
         ),
         (
             bool(vllm_config.use_v2_model_runner) and vllm_version() not in V2_RUNNER_VERSIONS,

@@ -12,6 +12,7 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from isomodels.batch import Batch
 from isomodels.errors import CheckpointError
 from isomodels.registry import load_object
+from isomodels.validate import require_validated
 from isomodels.vllm.attention import StepMetadata
 from isomodels.vllm.checks import read_checkpoint_config
 from isomodels.vllm.mla import cache_layer
@@ -28,6 +29,7 @@ class IsoModelsForCausalLM(nn.Module):
 
     Raises:
         ConfigError, UnsupportedError: the checkpoint's config.json is not one isomodels can run.
+        UnsupportedError: the kernels do not pass their checks on this device.
     """
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
@@ -43,8 +45,11 @@ class IsoModelsForCausalLM(nn.Module):
         if not self.normalize:
             # The V2 model runner asks a model for its state, which owns the sampler.
             self.get_model_state_cls = _normalizing_state
+        device = torch.device(vllm_config.device_config.device)
+        # Here, in the worker, which has the device; the front end must not start CUDA.
+        require_validated(device, dtype=model_config.dtype, head_dim=self.config.head_dim)
         self.core = load_object(self.spec.model)(
-            self.config, dtype=model_config.dtype, device=vllm_config.device_config.device
+            self.config, dtype=model_config.dtype, device=device
         ).requires_grad_(False)
         self.layers = self.cache_layers(f"{prefix}.layers".removeprefix("."), model_config.dtype)
         self.routes: RouteBuffer | None = None
