@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -68,7 +69,8 @@ def serve(contestant: str, checkpoint: Path, load: Load) -> dict[str, Any]:
 
     Returns:
         `chosen` (see `StepWatch.chosen`), `seconds` of each timed run, `prefill_seconds` of runs
-        with one output token, `decode_step_ms` at all requests, and `profiles`.
+        with one output token, `decode_step_ms` at all requests, `compiled`: kernels that Triton
+        compiled in the timed runs and how often, and `profiles`.
     """
     arguments, environment = CONTESTANTS[contestant]
     os.environ.update(environment)
@@ -79,10 +81,13 @@ def serve(contestant: str, checkpoint: Path, load: Load) -> dict[str, Any]:
     llm.collective_rpc("watch_steps")
     result: dict[str, Any] = {"chosen": json.loads(chosen), "profiles": {}}
     generate(llm, load, seed=0)
-    llm.collective_rpc("take_steps")
+    for name in ("take_steps", "take_compilations"):
+        llm.collective_rpc(name)
     result["seconds"] = [generate(llm, load, seed) for seed in range(1, load.runs + 1)]
     (steps,) = llm.collective_rpc("take_steps")
     result["decode_step_ms"] = decode_step_ms(json.loads(steps), load.requests)
+    (compiled,) = llm.collective_rpc("take_compilations")
+    result["compiled"] = dict(Counter(json.loads(compiled)))
     one = replace(load, tokens_out=1)
     result["prefill_seconds"] = [generate(llm, one, seed) for seed in range(100, 103)]
     if load.profile:
@@ -186,6 +191,7 @@ def show(name: str, result: dict[str, Any]) -> None:
     for key in ("seconds", "prefill_seconds"):
         print(f"{name} {key}: " + ", ".join(f"{x:.3f}" for x in result[key]))
     print(f"{name} decode step: {result['decode_step_ms']:.3f} ms")
+    print(f"{name} kernels compiled during the timed runs: {result['compiled'] or 'none'}")
     for step, profile in result["profiles"].items():
         if not profile:
             print(f"{name} {step}: no such step")

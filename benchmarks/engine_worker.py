@@ -1,7 +1,7 @@
 """What the engine benchmark asks of vLLM's worker, mixed into it by `worker_extension_cls`.
 
-It notes when each step begins, says which backends vLLM chose, and profiles single steps. vLLM
-calls these methods by name; each returns JSON.
+It notes when each step begins and which kernels Triton compiles while requests wait, says which
+backends vLLM chose, and profiles single steps. vLLM calls these methods by name; each returns JSON.
 """
 
 import json
@@ -17,8 +17,10 @@ class StepWatch:
     """Methods that vLLM adds to its worker."""
 
     def watch_steps(self) -> None:
-        """From now on note tokens, requests and time of each step."""
+        """From now on note tokens, requests and time of each step, and compilations."""
         self.watched_steps: list[tuple[int, int, float]] = []
+        self.compiled_kernels: list[str] = []
+        _tell_compilations(self.compiled_kernels)
         self.step_profile = StepProfile()
         runner: Any = self.model_runner  # type: ignore[attr-defined]
         execute = runner.execute_model
@@ -36,6 +38,12 @@ class StepWatch:
         """The steps noted since the last call: (tokens, requests, begin in seconds)."""
         steps, self.watched_steps = self.watched_steps, []
         return json.dumps(steps)
+
+    def take_compilations(self) -> str:
+        """Names of the kernels that Triton compiled since the last call, one a compilation."""
+        names = list(self.compiled_kernels)
+        self.compiled_kernels.clear()
+        return json.dumps(names)
 
     def profile_steps(self, min_tokens: int, requests: int, skip: int, count: int) -> None:
         """Profile `count` steps after `skip`, of at least so many tokens and of so many requests.
@@ -78,6 +86,21 @@ class StepWatch:
                 "logprobs_mode": config.model_config.logprobs_mode,
             }
         )
+
+
+def _tell_compilations(names: list[str]) -> None:
+    """Has Triton append the name of each kernel that it compiles from now on."""
+    try:
+        from triton import knobs
+    except ImportError:
+        return
+    before = knobs.runtime.jit_post_compile_hook
+
+    def tell(**event: Any) -> Any:
+        names.append(getattr(event.get("fn"), "name", "?").rpartition(".")[2])
+        return before(**event) if before is not None else None
+
+    knobs.runtime.jit_post_compile_hook = tell
 
 
 def _flash_version() -> str:

@@ -1,9 +1,10 @@
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from benchmarks import engine, qwen3_8b
+from benchmarks import engine, engine_worker, qwen3_8b
 from benchmarks.engine_worker import StepProfile
 from isomodels.checkpoint import load_checkpoint
 
@@ -73,3 +74,13 @@ def test_steps_to_profile(monkeypatch):
     profile.before(9, 8)
     assert seen == ["start"]
     json.dumps(profile.result)
+
+
+def test_compilations_are_told(monkeypatch):
+    knobs = pytest.importorskip("triton").knobs
+    heard, names = [], []
+    monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", lambda **event: heard.append(event))
+    engine_worker._tell_compilations(names)
+    knobs.runtime.jit_post_compile_hook(fn=SimpleNamespace(name="a.b._gemm"), key="k")
+    assert names == ["_gemm"]
+    assert len(heard) == 1

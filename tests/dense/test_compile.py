@@ -37,7 +37,11 @@ def check(folder, device: str, backend: str) -> None:
     assert compiled.keys() == eager.keys()
     assert {name for name, _ in model.named_parameters()} - eager.keys() <= {"lm_head.weight"}
     for name, value in eager.items():
-        assert_same_bits(compiled[name], value, name)
+        if name.endswith(".bias") and backend == "inductor":
+            # A sum of torch's own over the rows, and of no promised order.
+            torch.testing.assert_close(compiled[name], value, rtol=2**-7, atol=1e-6)
+        else:
+            assert_same_bits(compiled[name], value, name)
 
 
 @pytest.mark.parametrize("name", NAMES)
