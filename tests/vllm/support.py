@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -13,7 +14,14 @@ from isomodels.batch import Batch
 from isomodels.config import read_config
 from isomodels.registry import load_object
 from isomodels.vllm import Result
+from isomodels.vllm.versions import V2_RUNNER_VERSIONS, vllm_version
 from isomodels.weights_conv.rules import to_module
+
+
+# For tests of what only these versions have.
+needs_v2_runner = pytest.mark.skipif(
+    vllm_version() not in V2_RUNNER_VERSIONS, reason="the V2 runner of this vLLM is refused"
+)
 
 
 def load_core(path: Path, device: str = "cpu") -> nn.Module:

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from isomodels.kernels.logprob import log_normalize
 from isomodels.vllm import Engine, Request
 from tests.checkpoints import make_qwen3
-from tests.vllm.support import assert_equal_bits, bits, draw, load_core
+from tests.vllm.support import assert_equal_bits, bits, draw, load_core, needs_v2_runner
 
 # An odd vocabulary, no multiple of 1,024.
 VOCAB = 1003
@@ -97,6 +97,7 @@ def test_row_24_truncated_sampling_is_refused(pair, option):
         engine.llm.generate([{"prompt_token_ids": [1, 2, 3]}], _params(**option), use_tqdm=False)
 
 
+@needs_v2_runner
 @pytest.mark.parametrize("name", ["prompt_logprobs", "prompt_logprob_token_ids"])
 def test_logprobs_of_a_prompt_are_refused_by_both_runners(name):
     """A prompt has no temperature. The second is an option that only the V2 runner knows."""

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from isomodels.errors import CheckpointError, ConfigError, UnsupportedError
 from tests.checkpoints import make_mimo, make_qwen3
+from tests.vllm.support import needs_v2_runner
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +116,7 @@ def test_v2_runner_of_a_version_without_a_check(checkpoint, monkeypatch):
         configure(checkpoint)
 
 
+@needs_v2_runner
 @pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
 def test_each_runner_gets_processors_of_its_own_kind(checkpoint, monkeypatch, mode):
     """vLLM refuses those of the other runner at start."""

@@ -12,13 +12,21 @@ import pytest
 import torch
 
 from isomodels.vllm import Engine, Request
-from tests.vllm.support import assert_equal_bits, bits, draw, load_core, packed_logprobs
+from tests.vllm.support import (
+    assert_equal_bits,
+    bits,
+    draw,
+    load_core,
+    needs_v2_runner,
+    packed_logprobs,
+)
 
 ON_GPU = torch.cuda.is_available()
 V2_ON_CPU = "tests.vllm.v2_on_cpu"
 INTERPRETED = V2_ON_CPU in sys.modules
 pytestmark = [pytest.mark.gpu] if ON_GPU else []
 
+RUNNERS = ["V1", pytest.param("V2", marks=needs_v2_runner)]
 TRAINED = Path(__file__).parents[1] / "data" / "tiny-qwen3"
 LIMITS = {
     "max_model_len": 512,
@@ -51,15 +59,29 @@ def requests(raw: bool, count: int, longest: int) -> list[Request]:
     ]
 
 
+def check_resumed_cached_and_traced(engine, core):
+    crowd = [Request(draw(94 + i, i), max_tokens=23) for i in range(5)]
+    results = engine.run(crowd, seed=2)
+    assert sum(step.resumed_requests for step in engine.steps)
+    assert_equal_bits(core, results)
+    again = [Request(draw(70, 3), max_tokens=2, arrival=5 * i) for i in range(2)]
+    cached = engine.run(again, seed=2, graphs=False)
+    assert cached[1].num_cached_tokens == 64
+    assert not any(step.replayed for step in engine.steps)
+    assert_equal_bits(core, cached)
+    prompt = draw(102, 1)  # its last chunk has one row, like a decode
+    assert engine.trace(prompt) == engine.trace(prompt, decode=True)
+
+
 @pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
-@pytest.mark.parametrize("runner", ["V1", "V2"])
+@pytest.mark.parametrize("runner", RUNNERS)
 def test_every_case(runner, mode, monkeypatch):
     if not ON_GPU and (runner == "V2") != INTERPRETED:
         pytest.skip("the other process has the other runner")
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", str(int(runner == "V2")))
     core = load_core(TRAINED, "cuda" if ON_GPU else "cpu")
     raw = mode == "raw_logprobs"
-    asked = requests(raw, *((8, 13) if INTERPRETED else (24, 37)))
+    asked = requests(raw, *((7, 9) if INTERPRETED else (24, 37)))
     limits = {**LIMITS, **(GPU_LIMITS if ON_GPU else {})}
     temperatures = [1.0 if raw else request.temperature for request in asked]
     with Engine(TRAINED, dtype="bfloat16", logprobs_mode=mode, **limits) as engine:
@@ -67,24 +89,15 @@ def test_every_case(runner, mode, monkeypatch):
         results = engine.run(asked, seed=1)
         assert any(step.replayed for step in engine.steps) == ON_GPU
         assert_equal_bits(core, results, temperatures)
-        crowd = engine.run([Request(draw(94 + i, i), max_tokens=24) for i in range(6)], seed=2)
-        assert sum(step.resumed_requests for step in engine.steps)
-        assert_equal_bits(core, crowd, 1.0)
-        again = [Request(draw(70, 3), max_tokens=2, arrival=5 * i) for i in range(2)]
-        cached = engine.run(again, seed=2, graphs=False)
-        assert cached[1].num_cached_tokens == 64
-        assert not any(step.replayed for step in engine.steps)
-        assert_equal_bits(core, cached, 1.0)
         if raw:
-            prompt = draw(102, 1)  # its last chunk has one row, like a decode
-            assert engine.trace(prompt) == engine.trace(prompt, decode=True)
+            check_resumed_cached_and_traced(engine, core)
         engine.reload(TRAINED)
         after = engine.run(asked[:4], seed=1)
         assert_equal_bits(core, after, temperatures[:4])
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("runner", ["V1", "V2"])
+@pytest.mark.parametrize("runner", RUNNERS)
 def test_async_scheduling(runner, monkeypatch):
     """A server's default: a step is scheduled before the last one's tokens are known."""
     from vllm import SamplingParams
@@ -110,6 +123,8 @@ def test_async_scheduling(runner, monkeypatch):
         assert (bits(got) == bits(expected)).all()
 
 
+@needs_v2_runner
+@pytest.mark.timeout(600)
 @pytest.mark.skipif(ON_GPU, reason="the same tests run on the GPU itself")
 @pytest.mark.skipif(INTERPRETED, reason="this is that process")
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
