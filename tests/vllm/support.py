@@ -17,7 +17,6 @@ from isomodels.vllm import Result
 from isomodels.vllm.versions import V2_RUNNER_VERSIONS, vllm_version
 from isomodels.weights_conv.rules import to_module
 
-
 # For tests of what only these versions have.
 needs_v2_runner = pytest.mark.skipif(
     vllm_version() not in V2_RUNNER_VERSIONS, reason="the V2 runner of this vLLM is refused"
