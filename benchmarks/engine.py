@@ -165,12 +165,13 @@ def compare(ours: dict, stock: dict, load: Load, layers: int, baseline: str) -> 
             )
     shape = f"Qwen3-8B, {layers} layers, {load.requests} requests of {load.tokens_in}"
     batched = f"{ours['chosen']['max_num_batched_tokens']} tokens a step at most"
+    chose = ", ".join(stock["chosen"][key] for key in ("attention", "compilation", "cudagraphs"))
     tokens = load.requests * load.tokens_out
 
     def line(what: str, name: str, floor: float, per_run: int = 0) -> Timing:
         (mine, spread), (theirs, their_spread) = summary(ours[name]), summary(stock[name])
         rate = f"{per_run / mine:,.0f} against {per_run / theirs:,.0f} tokens/s out, "
-        note = (rate if per_run else "") + batched
+        note = f"{rate}{batched}, stock: {chose}" if per_run else batched
         spread = max(spread, their_spread)
         return Timing(
             "engine", shape + what, baseline, 1e3 * mine, 1e3 * theirs, floor, spread, note

@@ -72,7 +72,7 @@ class StepWatch:
             {
                 "model": f"{type(runner.model).__module__}.{type(runner.model).__name__}",
                 "runner": type(runner).__module__,
-                "attention": ", ".join(sorted(backends)) + _flash_version(),
+                "attention": " ".join([*sorted(backends), *_flash_version(backends)]),
                 "compilation": str(compilation.mode and compilation.mode.name),
                 "cudagraphs": str(compilation.cudagraph_mode and compilation.cudagraph_mode.name),
                 "capture_sizes": f"{len(sizes)} up to {max(sizes)}",
@@ -103,12 +103,12 @@ def _tell_compilations(names: list[str]) -> None:
     knobs.runtime.jit_post_compile_hook = tell
 
 
-def _flash_version() -> str:
-    try:
-        from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
-    except ImportError:
-        return ""
-    return f" (FlashAttention {get_flash_attn_version()} where it is FLASH_ATTN)"
+def _flash_version(backends: set[str]) -> list[str]:
+    if "FLASH_ATTN" not in backends:
+        return []
+    from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
+
+    return [f"version {get_flash_attn_version()}"]
 
 
 class StepProfile:
