@@ -11,6 +11,7 @@ from isomodels.config import read_config
 from isomodels.errors import UnsupportedError
 from isomodels.registry import ArchSpec
 from isomodels.validate.device import refuse_capability, refuse_triton, triton_version
+from isomodels.vllm.routes import RECORD_ROUTES
 from isomodels.vllm.versions import V2_RUNNER_VERSIONS, vllm_version
 
 # What each mode becomes inside vLLM; see `IsoModelsForCausalLM.compute_logits`.
@@ -196,7 +197,19 @@ def _engine_refusals(vllm_config: Any) -> tuple[tuple[bool, str], ...]:
     processed = vllm_config.model_config.logprobs_mode == "processed_logprobs"
     passes = vllm_config.compilation_config.pass_config
     uva, prefetch = vllm_config.offload_config.uva, vllm_config.offload_config.prefetch
+    aux_output = getattr(vllm_config, "aux_output_config", None)  # of vLLM 0.32
+    returns_routes = bool(aux_output and aux_output.enable_return_routed_experts)
     return (
+        (
+            returns_routes and not vllm_config.use_v2_model_runner,
+            "--enable-return-routed-experts needs vLLM's V2 model runner: set "
+            "VLLM_USE_V2_MODEL_RUNNER=1",
+        ),
+        (
+            returns_routes and bool(vllm_config.additional_config.get(RECORD_ROUTES)),
+            f"--enable-return-routed-experts and {RECORD_ROUTES} hang on the same hook: "
+            "leave one out",
+        ),
         (
             bool(getattr(passes, "enable_sp", False)),  # gone in 0.32
             "sequence parallelism (pass_config.enable_sp) is not supported: leave it out",
