@@ -32,12 +32,13 @@ def _run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str
     )
 
 
-def test_every_case_has_equal_bits(tmp_path: Path) -> None:
+@pytest.mark.parametrize("arch", ["MiMoForCausalLM", "Qwen3MoeForCausalLM"])
+def test_every_case_has_equal_bits(tmp_path: Path, arch: str) -> None:
     file = tmp_path / "report.json"
-    done = _run("--arch", "MiMoForCausalLM", "--dtype", "bfloat16", "--json", str(file))
+    done = _run("--arch", arch, "--dtype", "bfloat16", "--json", str(file))
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(file.read_text())
-    assert report["arch"] == "MiMoForCausalLM"
+    assert report["arch"] == arch
     assert report["dtype"] == "bfloat16"
     assert report["versions"].keys() >= {"torch", "transformers", "vllm", "megatron-core"}
     assert report["cases"].keys() == set(CASES)
@@ -47,6 +48,9 @@ def test_every_case_has_equal_bits(tmp_path: Path) -> None:
             assert phase["cases"][case]["differ"] == 0
         assert phase["engine_counters"]["preemptions"] > 0
         assert phase["engine_counters"]["cached_tokens"] > 0
+        # row 32: the experts of every token in both layers that have any
+        assert (phase["routes"]["compared"] > 5000) == ("Moe" in arch)
+        assert phase["routes"]["differ"] == 0
     assert sum(case["compared"] for case in report["cases"].values()) >= 5000
     assert report["update"]["logprobs_changed"] > 1000
     # What the project removes is there without it: the comparison is not blind.
