@@ -27,7 +27,7 @@ class Walk(NamedTuple):
     ahead: int  # loads in flight, in rows
 
 
-_BACKWARD = Walk(2, 2, 3)
+_BACKWARD = Walk(2, 1, 3)
 
 
 @triton.jit
@@ -84,8 +84,8 @@ def _backward(
 
 
 def _warps(n: int) -> int:
-    """A tuning: about 16 to 32 elements a thread."""
-    return max(1, min(16, triton.next_power_of_2(n) // 1024))
+    """A tuning: about 16 elements a thread."""
+    return max(1, min(16, triton.next_power_of_2(n) // 512))
 
 
 def rms_norm(

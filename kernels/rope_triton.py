@@ -7,6 +7,8 @@ are shared out between the three parts. Heads of one tensor alone are the case w
 # Arguments of kernels have Triton's own types.
 # mypy: disable-error-code="no-untyped-def"
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -228,6 +230,10 @@ def _dense_heads(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def _dense(*tensors: Tensor | None) -> tuple[Any, ...]:
+    return tuple(None if x is None else x.contiguous() for x in tensors)
+
+
 Pages = tuple[Tensor, Tensor]  # an attention layer's KV cache and the slot of each token
 
 
@@ -246,14 +252,14 @@ def rope_qkv(
     With `pages` k and v are also written to the cache.
     """
     qkv = _dense_heads(qkv)
-    q_weight, k_weight = (w if w is None else w.contiguous() for w in (q_weight, k_weight))
+    positions, table, q_weight, k_weight = _dense(positions, table, q_weight, k_weight)
     tokens, heads, d = qkv.shape
     kv_heads = (heads - num_heads) // 2
     q, k, v = (
         torch.empty(tokens, count, d, dtype=qkv.dtype, device=qkv.device)
         for count in (num_heads, kv_heads, kv_heads)
     )
-    cache, slots = pages or (None, None)
+    cache, (slots,) = (None, (None,)) if pages is None else (pages[0], _dense(pages[1]))
     page_strides = (0, 0, 0) if cache is None else cache.stride()[:3]
     blocks = triton.cdiv(tokens * num_heads, _ROWS) + 2 * triton.cdiv(tokens * kv_heads, _ROWS)
     if blocks and d:
@@ -288,7 +294,7 @@ def rope_qkv_backward(
     """Gradients of q, k and v -> those of qkv [T, heads + 2 kv_heads, D] and of the weights [D]."""
     grads = [_dense_heads(dq if grad is None else grad) for grad in (dq, dk, dv)]
     qkv = _dense_heads(qkv)
-    q_weight, k_weight = (w if w is None else w.contiguous() for w in (q_weight, k_weight))
+    positions, table, q_weight, k_weight = _dense(positions, table, q_weight, k_weight)
     tokens, heads, d = qkv.shape
     num_heads = dq.shape[1]
     kv_heads = (heads - num_heads) // 2

@@ -138,6 +138,43 @@ def test_rope_qkv(tokens, heads, kv_heads, d, norm, dtype):
     assert_same_bits(dqkv[:, -kv_heads:].contiguous(), grads[2].contiguous())
 
 
+def spread(x):
+    """The same values two places apart in memory."""
+    return torch.stack((x, torch.full_like(x, 7)), -1).flatten(-2)[..., ::2]
+
+
+def test_every_argument_may_be_spread_out():
+    x, weight, table = normal(5, 4, 16), normal(16, seed=1), rope_table(16, 1e4, 64).to(DEVICE)
+    positions, slots = torch.arange(5, device=DEVICE) * 3, torch.arange(5, device=DEVICE)
+    cases = [
+        (norm_kernels.rms_norm, (x[0], x[1], weight, EPS)),
+        (norm_kernels.rms_norm_backward, (x[0], x[1], x[2], weight, EPS)),
+        (rope_kernels.rope, (x, positions, table, weight, EPS)),
+        (rope_kernels.rope_backward, (x.flip(0), x, positions, table, weight, EPS)),
+        (rope_kernels.rope_qkv, (x, positions, table, weight, weight * 2, 2, EPS)),
+        (
+            rope_kernels.rope_qkv_backward,
+            (*x.split((2, 1, 1), 1), x.flip(0), positions, table, weight, weight * 2, EPS),
+        ),
+        (swiglu_kernels.swiglu, (x[0],)),
+        (swiglu_kernels.swiglu_backward, (x[0, :, :8], x[0])),
+        (embedding_kernels.embedding_backward, (x[0], positions[:4], 20, torch.float32)),
+    ]
+    for function, args in cases:
+        expected = function(*args)
+        expected = expected if isinstance(expected, tuple) else (expected,)
+        for i, argument in enumerate(args):
+            if isinstance(argument, torch.Tensor):
+                actual = function(*args[:i], spread(argument), *args[i + 1 :])
+                actual = actual if isinstance(actual, tuple) else (actual,)
+                for one, two in zip(actual, expected, strict=True):
+                    assert_same_bits(one, two, f"{function.__name__}, argument {i}")
+    caches = [pages(1, 16, torch.float32) for _ in range(2)]
+    for cache, at in zip(caches, (slots, spread(slots)), strict=True):
+        rope_kernels.rope_qkv(x, positions, table, None, None, 2, EPS, (cache, at))
+    assert_same_bits(*caches, "slots")
+
+
 @pytest.mark.parametrize("dtypes", [[BF16], [torch.float32, BF16]])
 @pytest.mark.parametrize(("rows", "width"), [(1, 1), (700, 40), (70, 300)])
 def test_sum_rows(rows, width, dtypes):
