@@ -20,6 +20,8 @@ CUBLAS = "cuBLAS through torch"
 SHAPES = [(6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288)]
 SHAPES_35B = [(9216, 2048), (12288, 2048), (2048, 4096), (1024, 2048)]
 TREES = [(4096, 4096), (4096, 12288), (4096, 11008)]
+# What an engine with 8B models runs between the sizes above: qkv, gate-up, MiMo-7B's gate-up
+ENGINE = [(6144, 4096), (24576, 4096), (22016, 4096)]
 
 
 def operands(m: int, n: int, k: int) -> list[tuple[Tensor, Tensor]]:
@@ -63,6 +65,16 @@ def small() -> Iterator[Timing]:
     timings = _rows("linear small", (1, 8, 16, 64, 256), SHAPES + SHAPES_35B, linear, 0.0)
     yield from timings
     yield mean("linear small", "M <= 256, geometric mean", timings, 0.97)
+
+
+@row("linear between", TEST)
+def between() -> Iterator[Timing]:
+    """Batches of other sizes, so that the sizes above are no special case."""
+    sizes = (24, 96, 136, 200, 320, 512, 776)
+    timings = _rows("linear between", sizes, ENGINE, linear, 0.0)
+    timings += _rows("linear between, trees", sizes, TREES[:2], row_linear, 0.0)
+    yield from timings
+    yield mean("linear between", "M = 24 to 776, geometric mean", timings, 0.0)
 
 
 @row("row linear", TREE_TEST)

@@ -9,18 +9,21 @@ the tile and which operand takes the place of the rows move no bit (Hopper; the 
 # Arguments of kernels have Triton's own types.
 # mypy: disable-error-code="no-untyped-def"
 
+import functools
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from isomodels.kernels.common_triton import processors
+from isomodels.kernels.launch_triton import Launcher
 from isomodels.kernels.park_triton import park, parking_places, pop_asm, settled, unpark_all
+from isomodels.kernels.tensor_map_triton import bulk as bulk
+from isomodels.kernels.tensor_map_triton import cdiv, leaf_descriptor
+from isomodels.kernels.tensor_map_triton import descriptor as descriptor
 
-_ALIGNMENT = 16  # bytes, of base and strides, that the bulk copy engine asks for
 TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 
 
@@ -35,6 +38,9 @@ class Config(NamedTuple):
     swap: int = 0  # the weight takes the place of the rows
     subtiles: int = 1  # parts in which the result tile is written
     occupancy: int = 1  # programs a multiprocessor
+    beside: int = 0  # with `once`: columns of a second accumulator, for widths like 192
+    parts: int = 1  # programs that share the leaves of one tile, each a whole subtree
+    once: int = 0  # one tile of one leaf a program, without the loop over tiles
 
 
 _PACK = 16  # loads of a parked sum that are under way before the first is added
@@ -52,6 +58,20 @@ def place(tile, tiles_m, tiles_n, GROUP: tl.constexpr):
 
 
 @triton.jit
+def locate(
+    tile, M, N, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr
+):
+    """The part of K, the first row and the first column of a tile."""
+    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, WIDTH)
+    part = 0
+    if PARTS > 1:
+        part = tile // (tiles_m * tiles_n)
+        tile = tile % (tiles_m * tiles_n)
+    tile_m, tile_n = place(tile, tiles_m, tiles_n, GROUP)
+    return part, tile_m * BLOCK_M, tile_n * WIDTH
+
+
+@triton.jit
 def load_block(
     desc, leaf, row, k, LEAVES: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr, T: tl.constexpr
 ):
@@ -64,6 +84,25 @@ def load_block(
         # The leaf is an axis of its own: past its end the block is zero, never the next leaf.
         block = tl.reshape(desc.load([leaf, row, k]), (ROWS, K))
     return block
+
+
+@triton.jit
+def _multiply(a, b, acc, SWAP: tl.constexpr):
+    """acc + a b^T, or its transpose."""
+    if SWAP:
+        acc = tl.dot(b, tl.trans(a), acc, input_precision="ieee")
+    else:
+        acc = tl.dot(a, tl.trans(b), acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def _zeros(BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SWAP: tl.constexpr):
+    if SWAP:
+        acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    else:
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    return acc
 
 
 @triton.jit
@@ -100,21 +139,21 @@ def _gemm(
     a_desc, b_desc, c_desc, bias_ptr, parked_ptr, M, N, leaf_steps,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
     A_T: tl.constexpr, B_T: tl.constexpr, SWAP: tl.constexpr, SUBTILES: tl.constexpr,
-    LEAVES: tl.constexpr, HAS_BIAS: tl.constexpr, ADD_TO_C: tl.constexpr, OUT: tl.constexpr,
-    REGISTERS: tl.constexpr, PARKED: tl.constexpr, POP: tl.constexpr,
+    PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, ADD_TO_C: tl.constexpr, OUT: tl.constexpr,
+    LEAVES: tl.constexpr, REGISTERS: tl.constexpr, PARKED: tl.constexpr, POP: tl.constexpr,
     CONSTRAINTS: tl.constexpr, PACK: tl.constexpr,
 ):  # fmt: skip
-    """One loop over all K blocks of all tiles of this program, so that loads run ahead of tiles."""
-    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
-    tiles = tiles_m * tiles_n
+    """One loop over all K blocks of all tiles of this program, so that loads run ahead of tiles.
+
+    LEAVES: of this program's part of K; every part of a tile has as many.
+    """
+    CUT: tl.constexpr = LEAVES * PARTS
+    tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N) * PARTS
     programs = tl.num_programs(0)
     tile = tl.program_id(0) - programs
     mine = tl.cdiv(tiles - tl.program_id(0), programs)
-    step, leaf, m, n = leaf_steps - 1, LEAVES - 1, 0, 0
-    if SWAP:
-        acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    else:
-        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    step, leaf, part, m, n = leaf_steps - 1, LEAVES - 1, 0, 0, 0
+    acc = _zeros(BLOCK_M, BLOCK_N, SWAP)
     # One waiting sum a level of the tree: the first REGISTERS levels in registers, others parked.
     if LEAVES >= 2 and REGISTERS >= 1:
         one = acc
@@ -128,14 +167,12 @@ def _gemm(
             leaf = tl.where(leaf == LEAVES - 1, 0, leaf + 1)
             if leaf == 0:
                 tile += programs
-                tile_m, tile_n = place(tile, tiles_m, tiles_n, GROUP)
-                m, n = tile_m * BLOCK_M, tile_n * BLOCK_N
-        a = load_block(a_desc, leaf, m, step * BLOCK_K, LEAVES, BLOCK_M, BLOCK_K, A_T)
-        b = load_block(b_desc, leaf, n, step * BLOCK_K, LEAVES, BLOCK_N, BLOCK_K, B_T)
-        if SWAP:
-            acc = tl.dot(b, tl.trans(a), acc, input_precision="ieee")
-        else:
-            acc = tl.dot(a, tl.trans(b), acc, input_precision="ieee")
+                part, m, n = locate(tile, M, N, BLOCK_M, BLOCK_N, GROUP, PARTS)
+        at = part * LEAVES + leaf
+        k = step * BLOCK_K
+        a = load_block(a_desc, at, m, k, CUT, BLOCK_M, BLOCK_K, A_T)
+        b = load_block(b_desc, at, n, k, CUT, BLOCK_N, BLOCK_K, B_T)
+        acc = _multiply(a, b, acc, SWAP)
         if step == leaf_steps - 1:
             total = acc
             if LEAVES >= 2:
@@ -162,42 +199,69 @@ def _gemm(
                 if (leaf < LEAVES - 1) & ((REGISTERS == 0) | (leaf % 2 == 1)):
                     park(total, level, leaf, BLOCK_M * BLOCK_N, POP)
             if leaf == LEAVES - 1:
+                row = part * tl.cdiv(M, BLOCK_M) * BLOCK_M + m
                 _store(
-                    total, c_desc, bias_ptr, m, n, N,
+                    total, c_desc, bias_ptr, row, n, N,
                     BLOCK_M, BLOCK_N, SWAP, SUBTILES, HAS_BIAS, ADD_TO_C, OUT,
                 )  # fmt: skip
-            if SWAP:
-                acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-            else:
-                acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            acc = _zeros(BLOCK_M, BLOCK_N, SWAP)
 
 
-def bulk(x: Tensor) -> Tensor:
-    """`x` [R, C] itself if the bulk copy engine can read it, else a padded copy's view."""
-    unit = _ALIGNMENT // x.element_size()
-    dense = x.stride(1) == 1 and x.stride(0) % unit == 0 and x.data_ptr() % _ALIGNMENT == 0
-    if dense and x.stride(0) >= x.shape[1]:
-        return x
-    rows, columns = x.shape
-    padded = x.new_empty(max(rows, 1), triton.cdiv(columns, unit) * unit)
-    padded[:rows, :columns] = x
-    return padded[:rows, :columns]
+@triton.jit(do_not_specialize=["M", "N", "leaf_steps"])
+def _gemm_once(
+    a_desc, b_desc, b2_desc, c_desc, c2_desc, bias_ptr, M, N, leaf_steps,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+    A_T: tl.constexpr, B_T: tl.constexpr, SWAP: tl.constexpr, SUBTILES: tl.constexpr,
+    PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, ADD_TO_C: tl.constexpr, OUT: tl.constexpr,
+    BESIDE: tl.constexpr,
+):  # fmt: skip
+    """One tile of one leaf: nothing runs ahead, but no branch in the loop, and the result's place
+    in shared memory is the operands'."""
+    # A path around the loop, with accumulators of plain zeros, would make the assembler run the
+    # matrix instructions one at a time.
+    tl.assume(leaf_steps > 0)
+    part, m, n = locate(tl.program_id(0), M, N, BLOCK_M, BLOCK_N + BESIDE, GROUP, PARTS)
+    acc = _zeros(BLOCK_M, BLOCK_N, SWAP)
+    if BESIDE:
+        acc2 = _zeros(BLOCK_M, BESIDE, SWAP)
+    for step in range(leaf_steps):
+        k = step * BLOCK_K
+        a = load_block(a_desc, part, m, k, PARTS, BLOCK_M, BLOCK_K, A_T)
+        b = load_block(b_desc, part, n, k, PARTS, BLOCK_N, BLOCK_K, B_T)
+        if BESIDE:
+            b2 = load_block(b2_desc, part, n + BLOCK_N, k, PARTS, BESIDE, BLOCK_K, B_T)
+            acc2 = _multiply(a, b2, acc2, SWAP)
+        acc = _multiply(a, b, acc, SWAP)
+    row = part * tl.cdiv(M, BLOCK_M) * BLOCK_M + m
+    _store(
+        acc, c_desc, bias_ptr, row, n, N,
+        BLOCK_M, BLOCK_N, SWAP, SUBTILES, HAS_BIAS, ADD_TO_C, OUT,
+    )  # fmt: skip
+    if BESIDE:
+        _store(
+            acc2, c2_desc, bias_ptr, row, n + BLOCK_N, N,
+            BLOCK_M, BESIDE, SWAP, 1, HAS_BIAS, ADD_TO_C, OUT,
+        )  # fmt: skip
 
 
-def _leaf_descriptor(x: Tensor, leaves: int, block: list[int]) -> TensorDescriptor:
-    """[R, G * L] -> descriptor of [G, R, L]."""
-    length = x.shape[1] // leaves
-    if length % (_ALIGNMENT // x.element_size()):
-        cut = x.reshape(len(x) * leaves, length)
-        x_grl = bulk(cut).unflatten(0, (len(x), leaves)).transpose(0, 1)
-    else:
-        x_grl = bulk(x).unflatten(1, (leaves, length)).transpose(0, 1)
-    return TensorDescriptor(x_grl, list(x_grl.shape), list(x_grl.stride()), [1, *block])
+@triton.jit
+def _fold(parts_ptr, out_ptr, N, stride, space, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    """parts [PARTS, rows, stride] fp32 -> out [M, N]: neighbours first, one rounding."""
+    row, space = tl.program_id(0).to(tl.int64), space.to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < N
+    total = _sum_pair(parts_ptr + row * stride + column, space, inside)
+    if PARTS >= 4:
+        total += _sum_pair(parts_ptr + (row * stride + 2 * space) + column, space, inside)
+    if PARTS >= 8:
+        low = _sum_pair(parts_ptr + (row * stride + 4 * space) + column, space, inside)
+        total += low + _sum_pair(parts_ptr + (row * stride + 6 * space) + column, space, inside)
+    tl.store(out_ptr + row * N + column, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def descriptor(x: Tensor, block: list[int]) -> TensorDescriptor:
-    """How the bulk copy engine sees a matrix that `bulk` returned."""
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), block)
+@triton.jit
+def _sum_pair(at, space, inside):
+    return tl.load(at, mask=inside) + tl.load(at + space, mask=inside)
 
 
 def gemm(
@@ -220,11 +284,11 @@ def gemm(
         b: [N, K], or [K, N] with `b_t`; dtype of `a`.
         config: the tuning for these shapes.
         out_dtype: of the result.
-        bias: [N], added in fp32.
+        bias: [N], added in fp32; with one leaf only.
         leaves: 1, 2, 4 or 8 parts of K; above 1 neither operand may be transposed.
         a_t: A is stored with K first.
         b_t: B is stored with K first.
-        out: [M, N] of `out_dtype` to write to.
+        out: [M, N] of `out_dtype` to write to; with one leaf only.
         add: add the product to what `out` holds, in fp32.
 
     Returns:
@@ -236,30 +300,84 @@ def gemm(
         out = torch.empty(m, n, dtype=out_dtype, device=a.device)
     if m == 0 or n == 0 or k == 0:
         return out if add else out.zero_()
+    parts = min(config.parts, leaves)
+    if config.beside and not (config.once and parts == leaves):
+        raise ValueError(f"columns beside need `once` and one leaf a program: {config}")
+    if parts == 1:
+        target = bulk(out)
+        _products(a, b, target, config, bias, leaves, 1, a_t, b_t, add, m, n, k)
+        return out if target is out else out.copy_(target)
+    rows = cdiv(m, config.block_m) * config.block_m
+    columns = cdiv(n, 4) * 4  # bulk copies want rows of 16 bytes
+    sums = torch.empty(parts * rows, columns, dtype=torch.float32, device=a.device)
+    _products(a, b, sums[:, :n], config, None, leaves, parts, a_t, b_t, False, m, n, k)
+    block = min(1024, 1 << (n - 1).bit_length())
+    space = rows * columns
+    key = (out_dtype, n % 16 == 0, columns % 16 == 0, n == 1, space < 2**31)
+    fold = _folding(parts, block)
+    fold((m, cdiv(n, block), 1), sums, out, n, columns, space, key=key)
+    return out
+
+
+def _products(
+    a: Tensor, b: Tensor, c: Tensor, config: Config, bias: Tensor | None, leaves: int, parts: int,
+    a_t: bool, b_t: bool, add: bool, m: int, n: int, k: int,
+) -> None:  # fmt: skip
+    """Fill c [M, N], or c [parts * M rounded up to tiles, N] with the sums of parts of K."""
     block_m, block_n, block_k = config.block_m, config.block_n, config.block_k
+    beside = config.beside
+    widths = (block_n, beside) if beside else (block_n,)
     if leaves == 1:
-        a_desc = descriptor(bulk(a), [block_k, block_m] if a_t else [block_m, block_k])
-        b_desc = descriptor(bulk(b), [block_k, block_n] if b_t else [block_n, block_k])
+        a, b = bulk(a), bulk(b)
+        a_desc = descriptor(a, [block_k, block_m] if a_t else [block_m, block_k])
+        b_descs = [descriptor(b, [block_k, w] if b_t else [w, block_k]) for w in widths]
     else:
-        a_desc = _leaf_descriptor(a, leaves, [block_m, block_k])
-        b_desc = _leaf_descriptor(b, leaves, [block_n, block_k])
-    target = bulk(out)
-    c_desc = descriptor(target, [block_m, block_n // config.subtiles])
-    tiles = triton.cdiv(m, block_m) * triton.cdiv(n, block_n)
+        a_desc = leaf_descriptor(a, leaves, [block_m, block_k])
+        b_descs = [leaf_descriptor(b, leaves, [w, block_k]) for w in widths]
+    c_desc = descriptor(c, [block_m, block_n // config.subtiles])
+    tiles = cdiv(m, block_m) * cdiv(n, block_n + beside) * parts
+    steps = cdiv(k // leaves, block_k)
+    flags = (leaves, parts, a_t, b_t, bias is not None, add, a.is_cuda)
+    launcher, parking = _launcher(config, c.dtype, *flags)
+    key = (a.dtype, bias is None or (bias.dtype, bias.data_ptr() % 16 == 0))
+    if config.once and leaves == parts:
+        b2_desc = b_descs[1] if beside else None
+        c2_desc = descriptor(c, [block_m, beside]) if beside else None
+        launcher(
+            (tiles, 1, 1), a_desc, b_descs[0], b2_desc, c_desc, c2_desc, bias, m, n, steps, key=key
+        )
+        return
     programs = min(tiles, processors(a) * config.occupancy)
+    parked = torch.empty(programs * parking, dtype=torch.float32, device=a.device)
+    launcher((programs, 1, 1), a_desc, b_descs[0], c_desc, bias, parked, m, n, steps, key=key)
+
+
+@functools.cache
+def _folding(parts: int, block: int) -> Launcher:
+    return Launcher(_fold, {"PARTS": parts, "BLOCK": block}, num_warps=4)
+
+
+@functools.cache
+def _launcher(
+    config: Config, out_dtype: torch.dtype, leaves: int, parts: int, a_t: bool, b_t: bool,
+    has_bias: bool, add: bool, real: bool,
+) -> tuple[Launcher, int]:  # fmt: skip
+    """What runs a configuration, and how many sums each program parks; `real`: on a GPU."""
+    block_m, block_n = config.block_m, config.block_n
+    constants = {
+        "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": config.block_k, "GROUP": 8,
+        "A_T": a_t, "B_T": b_t, "SWAP": bool(config.swap), "SUBTILES": config.subtiles,
+        "PARTS": parts, "HAS_BIAS": has_bias, "ADD_TO_C": add, "OUT": TRITON_DTYPES[out_dtype],
+    }  # fmt: skip
+    options = {"num_warps": config.warps, "num_stages": config.stages}
+    if config.once and leaves == parts:
+        return Launcher(_gemm_once, {**constants, "BESIDE": config.beside}, **options), 0
     each = block_m * block_n // (32 * config.warps)  # elements a thread
     registers = 3 if each <= 16 else 1 if each <= 64 else 0
-    parks = leaves > 1 << registers
-    parked = torch.empty(
-        programs * 3 * block_m * block_n if parks else 0, dtype=torch.float32, device=a.device
-    )
-    pop, constraints = pop_asm(min(each, _PACK)) if a.is_cuda else ("", "")
-    _gemm[(programs,)](
-        a_desc, b_desc, c_desc, bias, parked, m, n, triton.cdiv(k // leaves, block_k),
-        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, GROUP=8,
-        A_T=a_t, B_T=b_t, SWAP=bool(config.swap), SUBTILES=config.subtiles, LEAVES=leaves,
-        HAS_BIAS=bias is not None, ADD_TO_C=add, OUT=TRITON_DTYPES[out_dtype],
-        REGISTERS=registers, PARKED=parks, POP=pop, CONSTRAINTS=constraints, PACK=min(each, _PACK),
-        num_warps=config.warps, num_stages=config.stages,
-    )  # fmt: skip
-    return out if target is out else out.copy_(target)
+    parks = leaves // parts > 1 << registers
+    pop, constraints = pop_asm(min(each, _PACK)) if real else ("", "")
+    constants |= {
+        "LEAVES": leaves // parts, "REGISTERS": registers, "PARKED": parks,
+        "POP": pop, "CONSTRAINTS": constraints, "PACK": min(each, _PACK),
+    }  # fmt: skip
+    return Launcher(_gemm, constants, **options), 3 * block_m * block_n if parks else 0

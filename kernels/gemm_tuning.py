@@ -9,7 +9,7 @@ import bisect
 from isomodels.kernels.gemm_tuned import TUNED
 
 # Products of up to so many rows share a choice.
-BUCKETS = (16, 32, 64, 128, 256, 512, 1024)
+BUCKETS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048)
 LARGE = 1 << 30
 
 Values = tuple[int, ...]  # the fields of gemm_triton.Config

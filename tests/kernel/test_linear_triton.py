@@ -2,6 +2,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from isomodels.kernels.gemm_tuning import BUCKETS
 from isomodels.kernels.linear import linear
 from tests.kernel.battery import (
     DTYPES,
@@ -23,8 +24,15 @@ from tests.kernel.triton_support import (
 gemm_module = kernels("gemm_triton")
 Config, gemm = gemm_module.Config, gemm_module.gemm
 
-# Every way through the kernel: several tiles of both axes, swapped, written in two parts.
+# Every way through the kernels: several tiles of both axes, swapped, written in two parts; then
+# two accumulators side by side, leaves shared by programs, one tile a program.
 CONFIGS = [Config(16, 32, 32, 2, 4), Config(32, 16, 16, 2, 4, 1), Config(64, 32, 64, 2, 4, 0, 2)]
+BESIDE = [
+    Config(16, 32, 32, 2, 4, beside=16, parts=8, once=1),
+    Config(32, 16, 16, 2, 4, 1, beside=32, parts=8, once=1),
+    Config(64, 32, 64, 2, 4, 0, 2, beside=16, parts=8, once=1),
+]
+PARTS = [Config(16, 32, 32, 2, 4, parts=2), Config(32, 16, 16, 2, 4, 1, parts=8)]
 # M, N, K, leaves: ragged tiles; leaves that end inside a block; strides that bulk copies refuse
 SHAPES = [
     (5, 40, 96, 1),
@@ -34,25 +42,33 @@ SHAPES = [
     (20, 48, 80, 4),
     (9, 33, 88, 8),
 ]
-COUNTS = (2, 7, 16, 17, 32, 33, 64, 65, 100, 128, 129, 200, 256, 257, 512, 513, 1024)
+# On both sides of every bucket of the tuning.
+COUNTS = (2, 7, *(m + i for m in BUCKETS for i in (0, 1) if m < 1024), 100, 200, 1024)
 # Qwen3-8B qkv, o and gate-up; Qwen3.5-35B-A3B's; and shapes no bulk copy or tile fits
 REAL = [(6144, 4096), (4096, 4096), (24576, 4096), (9216, 2048), (512, 2048)]
 ODD = [(130, 1376), (1000, 4100), (65, 1001), (7, 8)]
 
 
-@pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.parametrize(("m", "n", "k", "leaves"), SHAPES)
-def test_product(m, n, k, leaves, config):
+CASES = [(s, c) for s in SHAPES for c in CONFIGS] + [
+    (s, c) for s in SHAPES[1:5:3] + SHAPES[-1:] for c in BESIDE + PARTS
+]
+
+
+@pytest.mark.parametrize(("shape", "config"), CASES)
+def test_product(shape, config):
+    m, n, k, leaves = shape
     a, b = hard(m, k, kind="normal").to(DEVICE), hard(n, k, kind="normal", seed=1).to(DEVICE)
     bias = hard(n, kind="normal", seed=2).to(DEVICE)
     exact = a.double() @ b.double().T
     y = gemm(a, b, config, out_dtype=torch.float32, leaves=leaves)
     assert relative_rms(y, exact) < unit_error(torch.float32, k)
-    y = gemm(a, b, config, out_dtype=torch.float32, leaves=leaves, bias=bias)
+    if leaves > 1:
+        return  # a product with a bias has one leaf
+    y = gemm(a, b, config, out_dtype=torch.float32, bias=bias)
     assert relative_rms(y, exact + bias) < unit_error(torch.float32, k)
 
 
-@pytest.mark.parametrize("config", [CONFIGS[0], CONFIGS[2]])
+@pytest.mark.parametrize("config", [CONFIGS[0], CONFIGS[2], BESIDE[0], BESIDE[2]])
 def test_transposed_operands_and_added_results(config):
     a, b = hard(70, 50, kind="normal").to(DEVICE), hard(40, 50, kind="normal", seed=1).to(DEVICE)
     exact = a.double() @ b.double().T
@@ -64,13 +80,20 @@ def test_transposed_operands_and_added_results(config):
     assert relative_rms(out, exact + 1) < unit_error(torch.float32, 50)
 
 
-def test_a_block_at_the_end_of_a_leaf_reads_zeros():
+def test_two_accumulators_hold_no_waiting_sums():
+    a = torch.ones(4, 64, device=DEVICE)
+    with pytest.raises(ValueError, match="beside"):
+        gemm(a, a, BESIDE[0]._replace(parts=2), out_dtype=torch.float32, leaves=4)
+
+
+@pytest.mark.parametrize("config", [CONFIGS[0], BESIDE[0], PARTS[0]])
+def test_a_block_at_the_end_of_a_leaf_reads_zeros(config):
     a, b = torch.ones(3, 8 * 24, device=DEVICE), torch.ones(5, 8 * 24, device=DEVICE)
     a[:, 24:] = torch.nan  # the second leaf and on
-    one_leaf = gemm(a[:, :24], b[:, :24], CONFIGS[0], out_dtype=torch.float32)
+    one_leaf = gemm(a[:, :24], b[:, :24], config, out_dtype=torch.float32)
     assert_same_bits(one_leaf, torch.full_like(one_leaf, 24.0))
     a[:, 24:] = 0.0
-    tree = gemm(a, b, CONFIGS[0], out_dtype=torch.float32, leaves=8)
+    tree = gemm(a, b, config, out_dtype=torch.float32, leaves=8)
     assert_same_bits(tree, one_leaf)
 
 
@@ -104,15 +127,36 @@ def test_a_column_shard_has_the_bits_of_the_whole(n, k, rows):
         assert_same_bits(torch.cat(parts, 1), whole, f"{shards} shards")
 
 
+TILES = [
+    Config(128, 256, 64, 3, 8),
+    Config(128, 256, 64, 3, 8, subtiles=2),
+    Config(128, 256, 64, 4, 8, subtiles=2, once=1),
+    Config(64, 32, 128, 4, 4),
+    Config(64, 64, 64, 4, 4, occupancy=2),
+    Config(16, 64, 64, 3, 4, 1),
+    Config(128, 128, 64, 4, 8, subtiles=2, beside=64, once=1),
+    Config(128, 64, 64, 5, 4, beside=32, once=1),
+    Config(32, 128, 64, 4, 4, 1, beside=64, once=1),
+    Config(256, 64, 64, 4, 4, 1),
+]
+
+
 @ON_GPU
-@pytest.mark.parametrize(
-    "config", [(128, 256, 64, 3, 8), (64, 32, 128, 4, 4), (16, 64, 64, 3, 4, 1)]
-)
-def test_tiles_move_no_bit(config):
-    x, w = (hard(300, 4096, seed=i, dtype=torch.bfloat16).cuda() for i in range(2))
-    reference = gemm(x, w, Config(128, 128, 64, 3, 8), out_dtype=torch.float32)
-    config = Config(*config)._replace(subtiles=2 if config[1] == 256 else 1)
-    assert_same_bits(gemm(x, w, config, out_dtype=torch.float32), reference)
+@pytest.mark.parametrize("leaves", [1, 4])
+@pytest.mark.parametrize("config", TILES)
+def test_tiles_move_no_bit(config, leaves):
+    # K: the last block of each leaf is cut
+    x, w = (hard(300, 4 * 1080, seed=i, dtype=torch.bfloat16).cuda() for i in range(2))
+    tile = Config(128, 128, 64, 3, 8)
+    reference = gemm(x, w, tile, out_dtype=torch.float32, leaves=leaves)
+    for parts in (1, 2, 4) if leaves > 1 else (1,):
+        if config.beside and parts < leaves:
+            continue  # refused
+        tile = config._replace(parts=parts)
+        y = gemm(x, w, tile, out_dtype=torch.float32, leaves=leaves)
+        assert_same_bits(y, reference, f"{parts} parts")
+        short = gemm(x[:77], w, tile, out_dtype=torch.bfloat16, leaves=leaves)
+        assert_same_bits(short, reference[:77].bfloat16(), f"{parts} parts, bfloat16")
 
 
 @ON_GPU

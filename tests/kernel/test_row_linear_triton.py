@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from isomodels.kernels.gemm_tuning import BUCKETS
 from isomodels.kernels.row_linear import LEAVES, row_linear, row_linear_partial, tree_sum
 from tests.kernel.battery import DTYPES, assert_same_bits, hard, relative_rms, unit_error
 from tests.kernel.triton_support import (
@@ -13,7 +14,8 @@ from tests.kernel.triton_support import (
 
 triton_row_linear = kernels("row_linear_triton").row_linear
 
-COUNTS = (2, 7, 16, 17, 33, 64, 65, 128, 129, 256, 257, 512, 1024)
+# On both sides of every bucket of the tuning.
+COUNTS = (2, 7, *(m + i for m in BUCKETS for i in (0, 1) if m < 1024), 1024)
 # Qwen3-8B o and down; MiMo's down, whose leaf of 1,376 no K block divides; odd ones
 REAL = [(4096, 4096), (4096, 12288), (4096, 11008)]
 ODD = [(130, 8 * 33), (65, 8 * 40), (7, 8)]
