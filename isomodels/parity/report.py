@@ -19,9 +19,10 @@ def as_json(report: Report) -> dict[str, Any]:
         "num_layers": report.num_layers,
         "dtype": report.dtype,
         "device": report.device,
+        "device_name": report.device_name,
         "vllm_model_runner": report.model_runner,
         "seed": report.seed,
-        "workload": {**asdict(report.workload), "scored": list(report.workload.scored)},
+        "workload": {k: v for k, v in asdict(report.workload).items() if isinstance(v, int)},
         "versions": report.versions,
         "cases": {case: asdict(report.total(case)) for case in report.cases},
         "phases": {

@@ -1,6 +1,7 @@
 """One parity run: engine and trainer on one checkpoint, before and after a weight update."""
 
 import math
+import platform
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -62,6 +63,7 @@ class Report:
     workload: Workload
     versions: dict[str, str]
     has_experts: bool = False
+    device_name: str = ""
     model_runner: str = ""
     phases: dict[str, Comparison] = field(default_factory=dict)
     counters: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -159,6 +161,7 @@ def run_parity(
         dtype=config.dtype,
         has_experts=config.routing is not None,
         device=device,
+        device_name=torch.cuda.get_device_name() if device == "cuda" else platform.machine(),
         seed=seed,
         workload=workload,
         versions=_versions(),
