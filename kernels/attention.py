@@ -4,7 +4,8 @@
 For a query row at position p of its sequence, keys are walked in blocks of `KV_BLOCK` from
 position 0: scores in fp32, the exact row maximum, exponentials, block sums by halving, blocks added
 in ascending order. A row never sees which other rows share its tile, how its sequence was cut into
-steps, or where its keys lie. Values are assumed finite.
+steps, or where its keys lie. Values are assumed finite; on the CPU those that are not make NaN of
+the rows that see them, and of no other.
 
 Mathematics: Vaswani et al. (2017); grouped heads, Ainslie et al. (2023).
 """
@@ -196,7 +197,7 @@ def _attend_tiles(
     blocks_of_tile = (positions[:, -1] // KV_BLOCK + 1).tolist()
     num_blocks = max(blocks_of_tile)
     scores = torch.zeros(num_blocks, len(q), TILE_ROWS, KV_BLOCK, dtype=torch.float32)
-    k_blocks, v_blocks = ([head.unbind() for head in x.unbind()] for x in (k, v))
+    k_blocks = [head.unbind() for head in k.unbind()]
     for tile, (q_tile, head) in enumerate(zip(q.unbind(), heads, strict=True)):
         for block in range(blocks_of_tile[tile]):
             torch.mm(q_tile, k_blocks[head][block].t(), out=scores[block, tile])
@@ -208,7 +209,17 @@ def _attend_tiles(
     weights = torch.exp(scores - row_max[None, :, :, None])
     block_sums = fold_sum(weights)  # [blocks, tiles, 16]
 
+    # 0 times NaN is NaN: values that are not finite must not reach rows before them.
+    broken = ~torch.isfinite(v)
+    sees = torch.zeros(len(q), TILE_ROWS, v.shape[-1], dtype=torch.bool)
+    if broken.any():
+        v = v.masked_fill(broken, 0.0)
+        of_tile = broken.float()[heads]  # [tiles, blocks, 64, V]
+        for block in range(num_blocks):
+            sees |= torch.bmm(visible[block].float(), of_tile[:, block]) > 0
+
     # From +0 a sum never becomes -0, so blocks past a row's end (weights 0) leave it as it is.
+    v_blocks = [head.unbind() for head in v.unbind()]
     total = torch.zeros(len(q), TILE_ROWS, dtype=torch.float32)
     out = torch.zeros(len(q), TILE_ROWS, v.shape[-1], dtype=torch.float32)
     for block in range(num_blocks):
@@ -218,7 +229,8 @@ def _attend_tiles(
             if block < blocks_of_tile[tile]:
                 torch.mm(weights[block, tile], v_blocks[head][block], out=product[tile])
         out = out + product
-    return out / total.unsqueeze(-1), row_max + torch.log(total)
+    out = (out / total.unsqueeze(-1)).masked_fill_(sees, torch.nan)
+    return out, row_max + torch.log(total)
 
 
 @attention.register_kernel("cuda")

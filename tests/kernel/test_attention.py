@@ -183,6 +183,14 @@ def test_later_tokens_and_other_sequences_do_not_matter():
         for x in changed:
             x[row + 1 :] = hard(*x[row + 1 :].shape, seed=9)
         assert_same_bits(packed(*changed, lengths)[row], whole[row], f"row {row}")
+    for bad in (torch.nan, torch.inf):
+        broken = [x.clone() for x in (q, k, v)]
+        for x in broken:
+            x[40] = bad
+        got = packed(*broken, lengths)
+        assert_same_bits(got[:40], whole[:40], f"before {bad}")
+        assert not torch.isfinite(got[40:70]).any(), f"{bad} is hidden"
+        assert_same_bits(got[70:], whole[70:], f"in the sequence after {bad}")
     k[70:], v[70:], q[70:] = torch.nan, torch.inf, torch.nan  # the neighbour overflowed
     assert_same_bits(packed(q, k, v, lengths)[:70], whole[:70], "beside a broken sequence")
 

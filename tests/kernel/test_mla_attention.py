@@ -213,6 +213,14 @@ def test_later_tokens_and_other_sequences_do_not_matter():
         for x in changed:
             x[row + 1 :] = hard(*x[row + 1 :].shape, seed=9)
         assert_same_bits(packed(*changed, kv_b, lengths)[row], whole[row], f"row {row}")
+    for bad in (torch.nan, torch.inf):
+        broken = [x.clone() for x in rows]
+        for x in broken:
+            x[40] = bad
+        got = packed(*broken, kv_b, lengths)
+        assert_same_bits(got[:40], whole[:40], f"before {bad}")
+        assert not torch.isfinite(got[40:70]).any(), f"{bad} is hidden"
+        assert_same_bits(got[70:], whole[70:], f"in the sequence after {bad}")
     for x in rows:  # the neighbour overflowed
         x[70:] = torch.nan
     assert_same_bits(packed(*rows, kv_b, lengths)[:70], whole[:70], "beside a broken sequence")
