@@ -114,6 +114,31 @@ class Concat:
 
 
 @dataclass(frozen=True)
+class Regrouped(Concat):
+    """As `Concat`, of HF tensors whose rows lie group by group (of heads), the parts within.
+
+    The module has each part of all groups together. `sizes` holds, for each HF tensor, the rows
+    of its parts in one group.
+    """
+
+    groups: int = 1
+    sizes: tuple[tuple[int, ...], ...] = ()
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """HF tensors -> module tensor."""
+        pieces = []
+        for part, sizes in zip(parts, self.sizes, strict=True):
+            pieces += part.unflatten(0, (self.groups, -1)).split(sizes, dim=1)
+        return torch.cat([piece.flatten(0, 1) for piece in pieces])
+
+    def split(self, tensor: Tensor) -> list[Tensor]:
+        """Module tensor -> HF tensors, as copies: their rows lie apart."""
+        rows = [self.groups * size for sizes in self.sizes for size in sizes]
+        pieces = iter(piece.unflatten(0, (self.groups, -1)) for piece in tensor.split(rows))
+        return [torch.cat([next(pieces) for _ in sizes], 1).flatten(0, 1) for sizes in self.sizes]
+
+
+@dataclass(frozen=True)
 class Stack:
     """The module's tensor [E, N, K] has a slice an expert, each of HF matrices one below the other.
 

@@ -27,6 +27,8 @@ class HybridConfig(DenseConfig):
     output_gate_type: Literal["silu", "swish"] = "silu"
     mamba_ssm_dtype: Literal["float32"] = "float32"
     mlp_only_layers: list[int] = Field(default=[], max_length=0)
+    mtp_num_hidden_layers: int = Field(default=0, ge=0)
+    mtp_use_dedicated_embeddings: Literal[False] = False
 
     @model_validator(mode="before")
     @classmethod

@@ -8,14 +8,21 @@ from isomodels.weights_conv.rules import Carried, Concat, Rule, Same, Source, Ti
 
 # name of a layer's feed-forward in the module, the layer's index -> its rules
 FeedForward = Callable[[str, int], list[Rule]]
+DeltaRules = Callable[[str, HybridConfig], list[Rule]]
 
 
 def hybrid_rules(
-    config: HybridConfig, *, hf_prefix: str = "model", feed_forward: FeedForward | None = None
+    config: HybridConfig,
+    *,
+    delta: DeltaRules | None = None,
+    feed_forward: FeedForward | None = None,
 ) -> tuple[Rule, ...]:
     """The table of a hybrid decoder with its embedding and its head.
 
-    `hf_prefix` is what HF files have for "model". Names of the feed-forward are the module's.
+    Args:
+        config: the architecture's.
+        delta: the projections of a gated delta rule layer, where HF has them in another layout.
+        feed_forward: the rules of a layer's feed-forward, where it is not dense.
     """
     table, hidden = (config.vocab_size, config.hidden_size), (config.hidden_size,)
     rules: list[Rule] = [Same("model.embed_tokens.weight", table)]
@@ -25,6 +32,7 @@ def hybrid_rules(
         if kind == "full_attention":
             rules += gated_attention_rules(f"{layer}.self_attn", config)
         else:
+            rules += (delta or delta_projections)(f"{layer}.linear_attn", config)
             rules += delta_rules(f"{layer}.linear_attn", config)
         rules.append(Same(f"{layer}.post_attention_layernorm.weight", hidden))
         if feed_forward is None:
@@ -66,24 +74,72 @@ def gated_attention_shapes(config: HybridConfig) -> dict[str, tuple[int, ...]]:
     }
 
 
-def delta_rules(prefix: str, config: HybridConfig) -> list[Rule]:
-    """`in_proj` is the rows [q | k | v | z | b | a]; three small tensors are float32."""
-    hidden, heads = config.hidden_size, config.linear_num_value_heads
+def delta_rows(config: HybridConfig) -> dict[str, int]:
+    """Rows of a gated delta rule layer's projection, in the module's order."""
+    heads = config.linear_num_value_heads
     values = heads * config.linear_value_head_dim
     channels = 2 * config.linear_num_key_heads * config.linear_key_head_dim + values
-    rows = {"qkv": channels, "z": values, "b": heads, "a": heads}
+    return {"qkv": channels, "z": values, "b": heads, "a": heads}
+
+
+def delta_projections(prefix: str, config: HybridConfig) -> list[Rule]:
+    """`in_proj` is the rows [q | k | v | z | b | a]."""
     return [
         Concat(
             f"{prefix}.in_proj.weight",
-            tuple(Source(f"{prefix}.in_proj_{p}.weight", (n, hidden)) for p, n in rows.items()),
-        ),
-        Same(f"{prefix}.conv1d.weight", (channels, 1, config.linear_conv_kernel_dim)),
-        *(Widened(f"{prefix}.gates.{n}", (heads,), f"{prefix}.{n}") for n in ("A_log", "dt_bias")),
-        Widened(f"{prefix}.norm.weight", (config.linear_value_head_dim,)),
-        Same(f"{prefix}.out_proj.weight", (hidden, values)),
+            tuple(
+                Source(f"{prefix}.in_proj_{part}.weight", (rows, config.hidden_size))
+                for part, rows in delta_rows(config).items()
+            ),
+        )
     ]
 
 
-def carried_rules(shapes: dict[str, tuple[int, ...]]) -> tuple[Rule, ...]:
-    """Tensors that are only kept for the next save, under their HF names."""
-    return tuple(Carried(name, shape) for name, shape in shapes.items())
+def delta_rules(prefix: str, config: HybridConfig) -> list[Rule]:
+    """What a gated delta rule layer has beside its projection; three small ones are float32."""
+    hidden, heads = config.hidden_size, config.linear_num_value_heads
+    rows = delta_rows(config)
+    return [
+        Same(f"{prefix}.conv1d.weight", (rows["qkv"], 1, config.linear_conv_kernel_dim)),
+        *(Widened(f"{prefix}.gates.{n}", (heads,), f"{prefix}.{n}") for n in ("A_log", "dt_bias")),
+        Widened(f"{prefix}.norm.weight", (config.linear_value_head_dim,)),
+        Same(f"{prefix}.out_proj.weight", (hidden, rows["z"])),
+    ]
+
+
+def mtp_shapes(
+    config: HybridConfig, feed_forward: dict[str, tuple[int, ...]] | None = None
+) -> dict[str, tuple[int, ...]]:
+    """HF names below `mtp.` and their shapes: gated attention layers after one projection.
+
+    `feed_forward`: those below a layer's `mlp.`, where it is not dense.
+    """
+    if not config.mtp_num_hidden_layers:
+        return {}
+    hidden, inner = config.hidden_size, config.intermediate_size
+    dense = {
+        "gate_proj.weight": (inner, hidden),
+        "up_proj.weight": (inner, hidden),
+        "down_proj.weight": (hidden, inner),
+    }
+    layer = {f"self_attn.{name}": shape for name, shape in gated_attention_shapes(config).items()}
+    layer |= {f"mlp.{name}": shape for name, shape in (feed_forward or dense).items()}
+    layer |= {f"{n}_layernorm.weight": (hidden,) for n in ("input", "post_attention")}
+    norms = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+    return {
+        "fc.weight": (hidden, 2 * hidden),
+        **{f"{norm}.weight": (hidden,) for norm in norms},
+        **{
+            f"layers.{index}.{name}": shape
+            for index in range(config.mtp_num_hidden_layers)
+            for name, shape in layer.items()
+        },
+    }
+
+
+def carried_rules(
+    prefix: str, shapes: dict[str, tuple[int, ...]], hf_prefix: str | None = None
+) -> tuple[Rule, ...]:
+    """Tensors below `prefix` that are only kept for the next save."""
+    theirs = hf_prefix or prefix
+    return tuple(Carried(f"{prefix}.{n}", s, f"{theirs}.{n}") for n, s in shapes.items())

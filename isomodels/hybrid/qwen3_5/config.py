@@ -1,17 +1,10 @@
 """config.json of Qwen3.5 dense text models."""
 
-from typing import Literal
-
-from pydantic import Field
-
 from isomodels.layers.hybrid_config import HybridConfig
 
 
 class Qwen3_5Config(HybridConfig):
     """Qwen3.5 dense: a hybrid decoder, with or without multi-token-prediction layers."""
-
-    mtp_num_hidden_layers: int = Field(default=0, ge=0)
-    mtp_use_dedicated_embeddings: Literal[False] = False
 
 
 TINY = {

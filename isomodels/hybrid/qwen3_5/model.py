@@ -7,9 +7,9 @@ multi-token-prediction layers are not run; a trainer carries their tensors as th
 import torch
 
 from isomodels.hybrid.qwen3_5.config import Qwen3_5Config
-from isomodels.hybrid.qwen3_5.weights import mtp_shapes
 from isomodels.layers.carried import CarriedTensors
 from isomodels.layers.hybrid_decoder import HybridCausalLM
+from isomodels.layers.hybrid_weights import mtp_shapes
 
 
 class Qwen3_5ForCausalLM(HybridCausalLM):
