@@ -34,7 +34,7 @@ def backward_configs(head_dim: int, dtype: torch.dtype) -> tuple[dict[str, int],
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_seqs"])
 def _row_terms(
     out_ptr, grad_ptr, lse_ptr, terms_ptr, cu_seqlens, num_seqs, num_slots, num_heads,
     BLOCK_M: tl.constexpr, D: tl.constexpr,
@@ -109,7 +109,7 @@ def _key_gradients(
     return dk, dv
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_seqs"])
 def _dkdv(
     q_ptr, k_ptr, v_ptr, grad_ptr, q_desc, grad_desc, terms_desc, terms_ptr, dk_ptr, dv_ptr,
     cu_seqlens, scale, scale_log2, num_slots, num_seqs, num_heads,
@@ -180,7 +180,7 @@ def _query_gradient(
     return dq
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tiles", "num_seqs"])
 def _dq(
     q_ptr, k_ptr, v_ptr, grad_ptr, k_desc, v_desc, terms_ptr, dq_ptr,
     cu_seqlens, scale, scale_log2, num_tiles, num_slots, num_seqs, num_heads,

@@ -35,7 +35,7 @@ def decode_config(head_dim: int, dtype: torch.dtype) -> dict[str, int]:
     return {"BLOCK_M": 16, "num_warps": 4, "num_stages": 2}
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "num_seqs", "num_splits", "max_segments"])
 def _decode(
     q_ptr, k_ptr, v_ptr, out_ptr, part_m, part_norm, part_acc, cu_seqlens, seq_lens, block_table,
     scale_log2, num_tokens, num_seqs, num_heads, num_splits, max_segments,
@@ -96,7 +96,7 @@ def _decode(
             tl.store(part_acc + at[:, None] * D + dim[None, :], acc, mask=valid)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_segments"])
 def _merge_segments(
     part_m, part_norm, part_acc, out_ptr, cu_seqlens, seq_lens, num_heads, max_segments,
     SEGMENT: tl.constexpr, D: tl.constexpr,

@@ -146,7 +146,9 @@ def find_tile(cu_seqlens, tile, num_seqs, BLOCK: tl.constexpr):
     return low, tile - (tl.load(cu_seqlens + low) // BLOCK + low)
 
 
-@triton.jit
+# Counts that differ from step to step of an engine: a value of 1 or a multiple of 16 would each be
+# compiled anew, while requests wait.
+@triton.jit(do_not_specialize=["num_tiles", "num_seqs"])
 def _tiles(
     q_ptr, k_ptr, v_ptr, k_desc, v_desc, out_ptr, lse_ptr, cu_seqlens, seq_lens, block_table,
     scale_log2, num_tiles, num_seqs, num_heads,
