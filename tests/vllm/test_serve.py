@@ -13,12 +13,18 @@ import torch
 
 from isomodels.vllm import Result, Token
 from tests.checkpoints import make_qwen3
-from tests.vllm.support import assert_equal_bits, bits, draw, load_core
+from tests.vllm import support
+from tests.vllm.support import assert_equal_bits, bits, draw
 
-SIZES = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128}
+ON_GPU = torch.cuda.is_available()
+pytestmark = [pytest.mark.gpu] if ON_GPU else []
+
+SIZES = {"num_hidden_layers": 2}
 NAME = "tiny"
 OPTIONS = f"""--model-impl isomodels --served-model-name {NAME} --dtype bfloat16 --max-model-len 256
     --max-num-batched-tokens 64 --block-size 16 --enable-prompt-tokens-details""".split()
+if ON_GPU:  # beside other processes
+    OPTIONS += ["--gpu-memory-utilization", "0.02", "--kv-cache-memory-bytes", "64M"]
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "TORCHDYNAMO_DISABLE": "1",
@@ -28,6 +34,10 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "INFO",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
 }
+
+
+def load_core(path):
+    return support.load_core(path, "cuda" if ON_GPU else "cpu")
 
 
 @pytest.fixture(scope="module")
@@ -145,6 +155,7 @@ def test_chat_completions(server, checkpoints):
     assert assert_equal_bits(load_core(checkpoints[0]), [result]) == 5
 
 
+@pytest.mark.skipif(ON_GPU, reason="a GPU honours it")
 def test_seed_is_a_bad_request(server):
     """It would end the engine; a refusal must leave it alive."""
     client, _ = server
