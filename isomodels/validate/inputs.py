@@ -72,8 +72,8 @@ def odd_storage(x: Tensor, offset: int = 1) -> Tensor:
     return view
 
 
-def layouts(x: Tensor) -> dict[str, Tensor]:
-    """The same values [T, ...] in storages that a library would treat differently."""
+def layouts(x: Tensor, brief: bool = False) -> dict[str, Tensor]:
+    """The same values [T, ...] in storages that a library would treat differently; or in two."""
     if x.dim() == 1:
         spread = x.new_full((2 * len(x),), torch.nan)
         spread[1::2] = x
@@ -94,4 +94,5 @@ def layouts(x: Tensor) -> dict[str, Tensor]:
         "every second column": spread[:, 1::2],
         "transposed storage": flat.t().contiguous().t(),
     }
-    return {name: stored.unflatten(1, x.shape[1:]) for name, stored in same.items()}
+    names = ("odd offset", "columns of a wider matrix") if brief else tuple(same)
+    return {name: same[name].unflatten(1, x.shape[1:]) for name in names}
