@@ -6,6 +6,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from isomodels.config import MoEConfig, Routing
+from isomodels.kernels.router import check_groups
 from isomodels.kernels.yarn import Yarn
 
 # Settings of a training or of a deployment, and of the files: none reaches a forward.
@@ -76,6 +77,7 @@ class LatentMoEConfig(MoEConfig):
             raise ValueError("mlp_layer_types has not num_hidden_layers entries")
         if "sparse" not in self.mlp_layer_types:
             raise ValueError("no layer has experts")
+        check_groups(self.num_experts, self.num_experts_per_tok, self.n_group, self.topk_group)
         return self
 
     @property

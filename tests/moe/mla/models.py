@@ -11,7 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from isomodels.config import read_config
+from isomodels.registry import load_object
 from tests.checkpoints import write_tokenizer
+from tests.dense.models import Engine
+from tests.kernel.pages import Pages
 
 VOCAB = 512
 _COMMON = {
@@ -200,6 +204,66 @@ def _mlp(draw: _Draw, prefix: str, hidden: int, width: int) -> dict[str, Tensor]
         f"{prefix}up_proj.weight": draw.matrix(width, hidden),
         f"{prefix}down_proj.weight": draw.matrix(hidden, width, gain=2.0),
     }
+
+
+def load_ours(folder: Path, **options: Any) -> torch.nn.Module:
+    """Our module, filled here by hand: the tests of conversion are elsewhere."""
+    spec, config = read_config(folder)
+    model = load_object(spec.model)(config, dtype=config.torch_dtype, **options)
+    found = load_file(folder / "model.safetensors")
+    last = f"model.layers.{config.num_hidden_layers}."
+    found |= {n.replace(last, "model.mtp_layers.0."): x for n, x in found.items() if last in n}
+    state = {name: _ours(name, found) for name in model.state_dict()}
+    model.load_state_dict(state, strict=True)
+    return model
+
+
+def _ours(name: str, found: dict[str, Tensor]) -> Tensor:
+    if name in found:
+        return found[name]
+    if "qkv_a_proj" in name:
+        first = next(q for q in ("q_a_proj", "q_proj") if name.replace("qkv_a_proj", q) in found)
+        parts = (first, "kv_a_proj_with_mqa")
+        return torch.cat([found[name.replace("qkv_a_proj", part)] for part in parts])
+    head, _, leaf = name.rpartition(".experts.")
+    if not name.endswith(".weight"):  # of all experts
+        count = sum(n.startswith(f"{head}.experts.") for n in found) // 3
+        each = [f"{head}.experts.{e}.{leaf}.weight" for e in range(count)]
+        return torch.stack([_ours(one, found) for one in each])
+    parts = ("gate_proj", "up_proj")
+    return torch.cat([found[name.replace("gate_up_proj", part)] for part in parts])
+
+
+class LatentEngine(Engine):
+    """The memory of an engine: pages of latents."""
+
+    def __init__(self, model: torch.nn.Module, lengths: list[int], block_size: int = 16):
+        config = model.config
+        width = (config.kv_lora_rank + config.qk_rope_head_dim) // 2
+        self.model = model
+        self.pages = [
+            Pages(lengths, 1, width, block_size, config.torch_dtype, order=(0, 2, 1, 3))
+            for _ in range(config.num_hidden_layers)
+        ]
+        self.done = [0] * len(lengths)
+
+
+def their_routes(model: Any, ids: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(logits [T, V], router logits [T, layers, E], ids [T, layers, k], biases [layers, E])."""
+    gates, found = [], []
+
+    def keep(_: Any, args: Any, output: Any) -> None:
+        gates.append(output[0])
+        found.append(output[2])
+
+    routers = [m for m in model.modules() if type(m).__name__.endswith("TopkRouter")]
+    hooks = [router.register_forward_hook(keep) for router in routers]
+    with torch.no_grad():
+        logits = model(ids[None], use_cache=False).logits[0]
+    for hook in hooks:
+        hook.remove()
+    biases = torch.stack([router.e_score_correction_bias for router in routers])
+    return logits, torch.stack(gates, 1), torch.stack(found, 1), biases
 
 
 def load_theirs(folder: Path, dtype: torch.dtype) -> Any:

@@ -15,7 +15,7 @@ from isomodels.checkpoint import (
 from isomodels.errors import CheckpointError, ConfigError
 from isomodels.weights_conv.fp8 import dequantise
 from tests.kernel.battery import assert_same_bits
-from tests.moe.mla import make
+from tests.moe.mla.models import make
 
 BLOCK = (32, 48)  # divides neither the rows nor the columns of most matrices
 QUANTIZATION = {
