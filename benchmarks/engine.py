@@ -171,7 +171,11 @@ def compare(ours: dict, stock: dict, load: Load, layers: int, baseline: str) -> 
     def line(what: str, name: str, floor: float, per_run: int = 0) -> Timing:
         (mine, spread), (theirs, their_spread) = summary(ours[name]), summary(stock[name])
         rate = f"{per_run / mine:,.0f} against {per_run / theirs:,.0f} tokens/s out, "
-        note = f"{rate}{batched}, stock: {chose}" if per_run else batched
+        runs = "; ".join(
+            f"{who} " + ", ".join(f"{s:.2f}" for s in one[name]) + " s"
+            for who, one in (("ours", ours), ("stock", stock))
+        )
+        note = f"{rate}{batched}, stock: {chose}; {runs}" if per_run else f"{batched}; {runs}"
         spread = max(spread, their_spread)
         return Timing(
             "engine", shape + what, baseline, 1e3 * mine, 1e3 * theirs, floor, spread, note
