@@ -42,8 +42,8 @@ def tiles(m: int) -> list[tuple[int, int, int, int, int]]:
     """(rows, columns, columns beside, warps, swap) of tiles that suit m rows."""
     if m <= 32:
         rows = 16 if m <= 16 else 32
-        found = [(rows, n, beside, 4, 1) for n, beside in ((64, 0), (128, 0), (128, 64))]
-        return [*found, (rows, 32, 0, 4, 0)]
+        # Swapped: with fewer than 64 rows the matrix units would run instructions of another kind.
+        return [(rows, n, beside, 4, 1) for n, beside in ((64, 0), (128, 0), (128, 64))]
     widths = [(32, 0), (64, 0), (64, 32), (128, 0), (128, 64), (256, 0)]
     found = [(64, n, beside, 4, 0) for n, beside in widths]
     found += [(64, 128, 0, 4, 1), (64, 128, 64, 4, 1)] if m <= 64 else []
@@ -200,7 +200,7 @@ def few(times: Times, most: int) -> list[Config]:
             for config, value in of.items():
                 gains[config] = gains.get(config, 0.0) + max(so_far - value, 0.0)
         config = max(gains, key=lambda c: gains[c])
-        if gains[config] < 1e-3 * len(times):
+        if gains[config] < 3e-4 * len(times):
             break
         chosen.append(config)
         served = [min(s, of.get(config, s)) for s, of in zip(served, loss, strict=True)]
