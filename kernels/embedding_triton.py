@@ -40,7 +40,7 @@ def _sum_segments(
             total += tl.sum(grad.to(tl.float32), axis=0)
             place += ROWS
             more = tl.sum(same.to(tl.int32)) == ROWS
-        out = out_ptr + token_id.to(tl.int64) * width + columns
+        out = out_ptr + token_id * width + columns
         tl.store(out, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -56,8 +56,7 @@ def embedding_backward(
     tokens, width = grad.shape
     out = torch.zeros(vocab_size, width, dtype=dtype, device=grad.device)
     if grad.numel():
-        # Half the digits, half the passes of the sort.
-        ids, order = torch.sort(input_ids.to(torch.int32), stable=True)
+        ids, order = torch.sort(input_ids, stable=True)
         _sum_segments[(tokens, triton.cdiv(width, _COLUMNS))](
             grad, order, ids, out, tokens, width, grad.stride(0),
             ROWS=_ROWS, COLUMNS=_COLUMNS, num_warps=8,

@@ -24,14 +24,9 @@ from isomodels.kernels.linear_triton import input_gradient, linear, tuning, weig
 BLOCK, LEAVES = 128, 8
 _LOG2_BLOCK, _LOG2_LEAVES = tl.constexpr(7), tl.constexpr(3)
 _FP32_VOCAB = Config(32, 128, 32, 2, 4)
-_PART_BLOCKS, _PART_WARPS = 64, 8  # of a program that normalises a part of a row
+# Of a program that normalises a part of a row; so few registers let three run side by side.
+_PART_BLOCKS, _PART_WARPS, _PART_REGISTERS = 64, 8, 80
 _CHUNK = 16384  # columns of the vocabulary whose gradient exists at a time
-
-
-@triton.jit
-def _exp(x):
-    """Results below the normal numbers may be zero: beside them stands the maximum's own 1."""
-    return tl.exp2(x * 1.4426950408889634)
 
 
 @triton.jit
@@ -44,30 +39,24 @@ def _finite(top):
 def block_sums(x, ROWS: tl.constexpr):
     """[ROWS, 128] -> maximum and sum of exponentials above it, [ROWS] each; -inf is padding."""
     top = tl.max(x, axis=1)
-    return top, pairwise_sum(_exp(x - _finite(top)[:, None]), ROWS, _LOG2_BLOCK)
+    return top, pairwise_sum(tl.exp(x - _finite(top)[:, None]), ROWS, _LOG2_BLOCK)
 
 
 @triton.jit
 def fold_blocks(top_ptr, sum_ptr, row, blocks, leaf_blocks, LOG2: tl.constexpr):
     """The blocks of a row -> (row maximum, log of the sum of exponentials above it)."""
-    # [lengths, leaves, lanes]: the shape makes a warp take a leaf, so that warps seldom meet.
-    LEAVES: tl.constexpr = 2**_LOG2_LEAVES
-    LANES: tl.constexpr = 32 if LOG2 >= 5 else 2**LOG2
-    block = tl.arange(0, 2**LOG2 // LANES)[:, None, None] * LANES + tl.arange(0, LANES)
-    index = tl.arange(0, LEAVES)[None, :, None] * leaf_blocks + block
-    mask = (block < leaf_blocks) & (index < blocks)
+    leaf, block = tl.arange(0, 2**_LOG2_LEAVES), tl.arange(0, 2**LOG2)
+    index = leaf[:, None] * leaf_blocks + block[None, :]
+    mask = (block < leaf_blocks)[None, :] & (index < blocks)
     at = row.to(tl.int64) * blocks + index
     # Past the first-level cache, which does not see what other multiprocessors wrote.
     tops = tl.load(top_ptr + at, mask=mask, other=-float("inf"), cache_modifier=".cg")
     sums = tl.load(sum_ptr + at, mask=mask, other=0.0, cache_modifier=".cg")
-    leaf_top = tl.max(tl.max(tops, axis=0), axis=1)
-    sums *= _exp(tops - _finite(leaf_top)[None, :, None])
-    leaf_sum = pairwise_sum(
-        tl.reshape(tl.permute(sums, (1, 0, 2)), (LEAVES, 2**LOG2)), LEAVES, LOG2
-    )
+    leaf_top = tl.max(tops, axis=1)
+    leaf_sum = pairwise_sum(sums * tl.exp(tops - _finite(leaf_top)[:, None]), 2**_LOG2_LEAVES, LOG2)
     row_top = tl.max(leaf_top, axis=0)
-    scaled = leaf_sum * _exp(leaf_top - _finite(row_top))
-    total = pairwise_sum(tl.reshape(scaled, (1, LEAVES)), 1, _LOG2_LEAVES)
+    scaled = leaf_sum * tl.exp(leaf_top - _finite(row_top))
+    total = pairwise_sum(tl.reshape(scaled, (1, 2**_LOG2_LEAVES)), 1, _LOG2_LEAVES)
     return row_top, tl.log(total)
 
 
@@ -76,26 +65,11 @@ def _scaled(x, temperature, SCALE: tl.constexpr):
     return tl.div_rn(x, temperature) if SCALE else x
 
 
-@triton.jit
-def _packed(row_top, log_sum):
-    """Both in one word, which a single access reads, and which is never 0: a sum of exponentials
-    above the maximum is at least 1, so the sign of its logarithm is free."""
-    high = row_top.to(tl.int32, bitcast=True).to(tl.int64) << 32
-    return high | (log_sum.to(tl.uint32, bitcast=True) | 0x80000000).to(tl.int64)
-
-
-@triton.jit
-def _unpacked(word):
-    row_top = (word >> 32).to(tl.int32).to(tl.float32, bitcast=True)
-    return row_top, (word & 0x7FFFFFFF).to(tl.int32).to(tl.float32, bitcast=True)
-
-
 @triton.jit(do_not_specialize=["parts"])
 def _normalize_kernel(
-    x_ptr, top_ptr, sum_ptr, out_ptr, counter_ptr, vocab_size, blocks, leaf_blocks, parts, stride,
-    temperature,
+    x_ptr, top_ptr, sum_ptr, out_ptr, normalizer_ptr, counter_ptr, vocab_size, blocks, leaf_blocks,
+    parts, stride, temperature,
     SCALE: tl.constexpr, LOG2: tl.constexpr, BLOCKS: tl.constexpr,
-    EACH: tl.constexpr = 16, DIRECT: tl.constexpr = True,
 ):  # fmt: skip
     """`BLOCKS` blocks of one row stay in registers until the row's other programs have theirs.
 
@@ -104,38 +78,30 @@ def _normalize_kernel(
     take, no program has one of a later row. So nobody waits for good where `parts` programs fit on
     the device, whatever else runs there.
     """
-    place = tl.atomic_add(counter_ptr, 1, sem="relaxed").to(tl.int32)
+    place = tl.atomic_add(counter_ptr, 1, sem="relaxed")
     row = (place // parts).to(tl.int64)
-    first = (place % parts) * BLOCKS
-    block = first + tl.arange(0, BLOCKS)
-    BLOCK: tl.constexpr = 2**_LOG2_BLOCK
-    # [parts of 4, blocks, groups, 4]: the shape makes a thread hold EACH neighbours, so most of
-    # a block's sum needs no other thread.
-    PARTS: tl.constexpr = EACH // 4
-    inner = tl.arange(0, PARTS)[:, None, None, None] * 4 + tl.arange(0, 4)
-    inner += tl.arange(0, BLOCK // EACH)[None, None, :, None] * EACH
-    column = block[None, :, None, None] * BLOCK + inner
-    x = tl.load(x_ptr + row * stride + column, mask=column < vocab_size, other=-float("inf"))
-    x = _scaled(tl.reshape(tl.permute(x, (1, 2, 0, 3)), (BLOCKS, BLOCK)), temperature, SCALE)
+    block = (place % parts) * BLOCKS + tl.arange(0, BLOCKS)
+    column = block[:, None] * 2**_LOG2_BLOCK + tl.arange(0, 2**_LOG2_BLOCK)[None, :]
+    inside = column < vocab_size
+    x = tl.load(x_ptr + row * stride + column, mask=inside, other=0.0)
+    x = tl.where(inside, _scaled(x, temperature, SCALE), -float("inf"))
     top, total = block_sums(x, BLOCKS)
     tl.store(top_ptr + row * blocks + block, top, mask=block < blocks)
     tl.store(sum_ptr + row * blocks + block, total, mask=block < blocks)
     tl.debug_barrier()  # all threads have stored before one of them says so
-    counter_ptr += 1 + 2 * row
-    if tl.atomic_add(counter_ptr, 1, sem="acq_rel") == parts - 1:
+    done_ptr = counter_ptr + 1 + 2 * row
+    if tl.atomic_add(done_ptr, 1, sem="acq_rel") == parts - 1:
         row_top, log_sum = fold_blocks(top_ptr, sum_ptr, row, blocks, leaf_blocks, LOG2)
-        tl.atomic_xchg(counter_ptr + 1, _packed(row_top, tl.max(log_sum, axis=0)), sem="relaxed")
-    word = tl.atomic_add(counter_ptr + 1, 0, sem="relaxed")
-    while word == 0:
-        word = tl.atomic_add(counter_ptr + 1, 0, sem="relaxed")
-    row_top, log_sum = _unpacked(word)
-    x = (x - row_top) - log_sum
-    if DIRECT:
-        x = tl.permute(tl.reshape(x, (BLOCKS, BLOCK // EACH, PARTS, 4)), (2, 0, 1, 3))
-        tl.store(out_ptr + row * vocab_size + column, x, mask=column < vocab_size)
-    else:
-        column = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-        tl.store(out_ptr + row * vocab_size + column, x, mask=column < vocab_size)
+        one = tl.arange(0, 1)
+        tl.store(normalizer_ptr + row * 2 + one, row_top + tl.zeros((1,), tl.float32))
+        tl.store(normalizer_ptr + row * 2 + 1 + one, log_sum)
+        tl.debug_barrier()
+        tl.atomic_add(done_ptr + 1, 1, sem="release")
+    while tl.atomic_add(done_ptr + 1, 0, sem="acquire") == 0:
+        pass
+    row_top = tl.load(normalizer_ptr + row * 2, cache_modifier=".cg")
+    log_sum = tl.load(normalizer_ptr + row * 2 + 1, cache_modifier=".cg")
+    tl.store(out_ptr + row * vocab_size + column, (x - row_top) - log_sum, mask=inside)
 
 
 @triton.jit
@@ -223,7 +189,7 @@ def _store_gradient(
     grad = tl.load(grad_ptr + row, mask=row < M, other=0.0) / temperature
     x = _scaled(acc, temperature, SCALE)
     hit = tl.where(column[None, :] == target[:, None], 1.0, 0.0)
-    dlogits = (hit - _exp((x - row_top[:, None]) - log_sum[:, None])) * grad[:, None]
+    dlogits = (hit - tl.exp((x - row_top[:, None]) - log_sum[:, None])) * grad[:, None]
     if SUBTILES == 1:
         c_desc.store([m, n], dlogits.to(OUT))
     else:
@@ -252,14 +218,16 @@ def log_normalize(logits: Tensor, temperature: float, out: Tensor | None = None)
     blocks, leaf_blocks, log2 = _cuts(vocab_size)
     part, warps = _normalize_part(blocks, logits.is_cuda)
     parts = triton.cdiv(blocks, part)
-    top, total = torch.empty(2, rows, blocks, dtype=torch.float32, device=logits.device)
-    # The next place to take; then of each row, how many programs are done, and the normaliser.
-    counters = torch.zeros(1 + 2 * rows, dtype=torch.int64, device=logits.device)
+    new = functools.partial(torch.empty, dtype=torch.float32, device=logits.device)
+    top, total = new(2, rows, blocks)
+    normalizer = new(rows, 2)
+    # The next place to take; then of each row, the programs that are done and whether it is folded.
+    counters = torch.zeros(1 + 2 * rows, dtype=torch.int32, device=logits.device)
     if rows:
         _normalize_kernel[(rows * parts,)](
-            logits, top, total, out, counters, vocab_size, blocks, leaf_blocks, parts,
+            logits, top, total, out, normalizer, counters, vocab_size, blocks, leaf_blocks, parts,
             logits.stride(0), temperature, SCALE=temperature != 1.0, LOG2=log2, BLOCKS=part,
-            num_warps=warps, enable_fp_fusion=False,
+            num_warps=warps, maxnreg=_PART_REGISTERS, enable_fp_fusion=False,
         )  # fmt: skip
     return out
 
