@@ -9,12 +9,14 @@ from isomodels.checkpoint import load_checkpoint, open_checkpoint
 from isomodels.errors import CheckpointError
 from isomodels.vllm.weights import convert
 from isomodels.weights_conv.rules import Carried, Tied, to_hf
-from tests.checkpoints import make_mimo, make_qwen3
+from tests.checkpoints import make_mimo, make_qwen3, make_qwen3_moe
 
 MAKERS = {
     "qwen3": make_qwen3,
     "qwen3-tied": lambda path, dtype: make_qwen3(path, dtype, tied=True),
     "mimo": make_mimo,
+    "qwen3-moe": make_qwen3_moe,
+    "qwen3-moe-fused": lambda path, dtype: make_qwen3_moe(path, dtype, fused=True),
 }
 
 
