@@ -98,12 +98,12 @@ def _assert_neighbours_do_not_matter(
     size = min(TILE_ROWS if brief else 70, len(whole))
     for filler in fillers[-1:] if brief else fillers:
         for row in sorted({0, TILE_ROWS - 1, TILE_ROWS, size - 1} & {*range(size)}):
-            among = [_among(x[:size], row, filler) for x in rows]
+            among = [among_rows_of(x[:size], row, filler) for x in rows]
             same(op(*among)[row], whole[row], f"row {row} among rows of {filler}")
 
 
-def _among(x: Tensor, row: int, filler: float) -> Tensor:
-    """A copy of x whose other rows hold `filler`; integers keep their values."""
+def among_rows_of(x: Tensor, row: int, filler: float) -> Tensor:
+    """A copy of x whose rows but one hold `filler`; integers keep their values."""
     if not x.is_floating_point():
         return x
     filled = torch.full_like(x, filler)

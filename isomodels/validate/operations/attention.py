@@ -87,7 +87,9 @@ def later_tokens_do_not_matter(place: Place) -> None:
 def a_kv_head_stands_alone(place: Place) -> None:
     """A rank of tensor parallelism holds some of the heads."""
     kv_heads, group, dim = (1, 2, 32) if place.interpreted else (2, 4, 128 if place.on_gpu else 32)
-    one = Sequences(place, [130], (2 * kv_heads, group, dim), place.sharp)
+    one = Sequences(
+        place, [70 if place.interpreted else 130], (2 * kv_heads, group, dim), place.sharp
+    )
     whole = one.packed()
     for head in range(kv_heads):
         part = slice(head * group, (head + 1) * group)
@@ -107,7 +109,7 @@ def few_tokens_and_strides(place: Place) -> None:
     if place.on_gpu and place.brief:
         return  # each alignment of a pointer is compiled anew
     for dtype in place.dtypes:
-        one = Sequences(place, [100], (2, 4, dim), dtype)
+        one = Sequences(place, [20 if place.interpreted else 100], (2, 4, dim), dtype)
         whole = one.packed()
         fused = torch.cat((one.q, one.k, one.v), 1).split((8, 2, 2), 1)
         stored = {

@@ -75,8 +75,9 @@ def normalize(draw: Inputs, vocab: int) -> Case:
 @normalize.check("temperature")
 def as_samplers_divide(place: Place) -> None:
     """A sampler divides in place by a column of temperatures; 1 leaves every bit."""
-    logits = place.hard(20, 1003, kind="normal") * 4
-    column = torch.full((20, 1), TEMPERATURE, dtype=torch.float32, device=place.device)
+    rows = place.few_rows
+    logits = place.hard(rows, 1003, kind="normal") * 4
+    column = torch.full((rows, 1), TEMPERATURE, dtype=torch.float32, device=place.device)
     place.same(
         log_normalize(logits, TEMPERATURE), log_normalize(logits / column, 1.0), "divided before"
     )
@@ -132,7 +133,7 @@ def is_the_head_then_the_normaliser(place: Place) -> None:
     vocab, hidden = (20000, 2048) if place.on_gpu else (1003, 64)
     draw = Inputs(place, place.sharp, "normal", place.few_rows)
     h, weight = _scaled(draw, vocab, hidden)
-    for temperature in (1.0, TEMPERATURE):
+    for temperature in (TEMPERATURE,) if place.interpreted else (1.0, TEMPERATURE):
         apart = log_normalize(lm_head(h, weight), temperature)
         place.same(logprobs(h, weight, temperature), apart, f"temperature {temperature}")
 
@@ -174,10 +175,10 @@ def is_the_normalised_logit(place: Place) -> None:
     if place.on_gpu and not place.brief:
         sizes += [(QWEN3, 1024), (1001, 72)]
     for vocab, hidden in sizes:
-        for rows in (1, 16) if place.brief else (1, 5, 64, 65, 300):
+        for rows in (5,) if place.interpreted else (1, 16) if place.brief else (1, 5, 64, 65, 300):
             draw = Inputs(place, place.sharp, "normal", min(rows, place.num_rows))
             (h, weight), targets = _scaled(draw, vocab, hidden), draw.integers(vocab)
-            for temperature in (1.0, TEMPERATURE):
+            for temperature in (TEMPERATURE,) if place.interpreted else (1.0, TEMPERATURE):
                 whole = log_normalize(lm_head(h, weight), temperature)
                 fused, _ = token_logprobs(h, weight, targets, temperature)
                 expected = whole.gather(1, targets[:, None])[:, 0]
