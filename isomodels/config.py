@@ -155,6 +155,11 @@ class MoEConfig(DenseConfig):
             )
         return self
 
+    @property
+    def shared_experts_size(self) -> int | None:
+        """Width of the experts that every token goes to, together; None without."""
+        return None
+
 
 def _take_rope(fields: dict[str, Any]) -> None:
     """Bring rope_parameters (transformers 5) and rope_theta, rope_scaling (4) to `rope_theta`."""

@@ -110,6 +110,11 @@ class LatentMoEConfig(MoEConfig):
             topk_group=self.topk_group,
         )
 
+    @property
+    def shared_experts_size(self) -> int:
+        """Width of the experts that every token goes to, together."""
+        return self.moe_intermediate_size * self.n_shared_experts
+
     def is_sparse(self, layer_index: int) -> bool:
         """Whether a layer's feed-forward has experts; those of MTP layers have."""
         return (

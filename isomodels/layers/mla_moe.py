@@ -37,7 +37,7 @@ class LatentMoEForCausalLM(CausalLM):
         def make_mlp(layer_index: int) -> nn.Module:
             if not config.is_sparse(layer_index):
                 return MLP(hidden, config.intermediate_size, **placed)
-            shared = width * config.n_shared_experts
+            shared = config.shared_experts_size
             return MoE(hidden, width, config.routing, layer_index, shared_size=shared, **placed)
 
         super().__init__(config, make_attention=make_attention, make_mlp=make_mlp, **placed)
@@ -103,8 +103,7 @@ def _layer_rules(prefix: str, config: LatentMoEConfig, sparse: bool) -> list[Rul
     bias = f"{mlp}.gate.e_score_correction_bias"
     rules += moe_rules(mlp, config)
     rules.append(Same(bias, (config.num_experts,), dtype=torch.float32))
-    shared = config.moe_intermediate_size * config.n_shared_experts
-    return rules + mlp_rules(f"{mlp}.shared_experts", hidden, shared)
+    return rules + mlp_rules(f"{mlp}.shared_experts", hidden, config.shared_experts_size)
 
 
 def _attention_rules(prefix: str, config: LatentMoEConfig) -> list[Rule]:

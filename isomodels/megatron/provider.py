@@ -77,7 +77,6 @@ _NEUTRAL_MOE: dict[str, tuple[object, ...]] = {
     "moe_pad_expert_input_to_capacity": (False,),
     "moe_apply_probs_on_input": (False,),
     "moe_latent_size": (None,),
-    "moe_shared_expert_intermediate_size": (None,),
     "moe_router_force_load_balancing": (False,),
     "moe_router_topk_limited_devices": (None,),
     # isomodels.layers.routes records and replays
@@ -140,6 +139,7 @@ def _moe_fields(config: Any) -> dict[str, Any]:
     return {
         "num_moe_experts": routing.num_experts,
         "moe_ffn_hidden_size": config.moe_intermediate_size,
+        "moe_shared_expert_intermediate_size": config.shared_experts_size,
         "moe_layer_freq": [int(config.is_sparse(i)) for i in range(config.num_hidden_layers)],
         "moe_router_topk": routing.top_k,
         "moe_router_score_function": routing.scoring,
