@@ -200,9 +200,8 @@ def sigmoid(x: Tensor) -> Tensor:
 
 def _choose(choice: Tensor, top_k: int, n_group: int, topk_group: int) -> Tensor:
     """[T, E] fp32 -> ids of the best [T, top_k] int32."""
-    order = choice.argsort(
-        dim=1, descending=True, stable=True
-    )  # NaN first, ties to the lowest index
+    # NaN first, ties to the lowest index
+    order = choice.argsort(dim=1, descending=True, stable=True)
     if n_group > 1:
         groups = choice.view(len(choice), n_group, choice.shape[1] // n_group)
         best = groups.sort(dim=2, descending=True).values  # [T, groups, E / groups]
