@@ -13,16 +13,26 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 
+from isomodels.errors import IsoError, UnsupportedError
 from isomodels.validate.battery import GRAPH, Operation, Place, load_operations, missing_checks
 from isomodels.validate.bits import Fault, digest
 
-_DIGEST, _SHA = "digest", "sha256:"
+_DIGEST = "digest"
 _THREADS = 16
 _PROCESSES = 8
+
+
+class Ended(NamedTuple):
+    """How one check ended: the fault, or None; what it gave, if it was the digest."""
+
+    seconds: float
+    fault: str | None = None
+    digest: str = ""
+    no_memory: bool = False
 
 
 @dataclass
@@ -43,6 +53,14 @@ class Outcome:
     def passed(self) -> bool:
         """Whether every check passed."""
         return not any(self.checks.values())
+
+    def note(self, check: str, ended: Ended) -> None:
+        """Add the end of one check."""
+        self.seconds += ended.seconds
+        if check == _DIGEST and ended.fault is None:
+            self.digest = ended.digest
+        else:
+            self.checks[check] = ended.fault
 
 
 Tell = Callable[[str, int, int], None]
@@ -66,10 +84,11 @@ def run_in_processes(place: Place, tell: Tell | None = None) -> dict[str, Outcom
         futures = {pool.submit(run_battery, place, [name]): name for name in order}
         for done, future in enumerate(as_completed(futures), 1):
             name = futures[future]
-            error = future.exception()
-            if error is None:
+            try:
                 found |= future.result()
-            else:
+            except IsoError:
+                raise
+            except Exception as error:  # the process, or its device's context, is broken
                 found[name] = Outcome({"process": f"ended: {error!r}"})
             if tell is not None:
                 tell(name, done, len(futures))
@@ -91,6 +110,9 @@ def run_battery(
 
     Returns:
         {operation: outcome}. In the full battery a gap is a fault of an operation "battery".
+
+    Raises:
+        UnsupportedError: too little free memory on a GPU.
     """
     chosen = [
         op
@@ -99,21 +121,18 @@ def run_battery(
     ]
     outcomes = {op.name: Outcome() for op in chosen}
     jobs = [(op, check) for op in chosen for check in (*op.names(place), _DIGEST)]
-    # Other threads may not allocate while a graph is captured.
-    together = [job for job in jobs if job[1] != GRAPH]
-    alone = [job for job in jobs if job[1] == GRAPH]
-    threads = min(_THREADS, os.cpu_count() or 1) if place.on_gpu else 1
-    with _undisturbed(place):
-        ended = chain(_in_threads(place, together, threads), _in_threads(place, alone, 1))
-        for done, (op, check, seconds, result) in enumerate(ended, 1):
-            outcome = outcomes[op.name]
-            outcome.seconds += seconds
-            if result and result.startswith(_SHA):
-                outcome.digest = result.removeprefix(_SHA)
-            else:
-                outcome.checks[check] = result
-            if tell is not None:
-                tell(f"{op.name}: {check}", done, len(jobs))
+    done = 0
+    try:
+        with _undisturbed(place):
+            for op, check, ended in _run_jobs(place, jobs):
+                outcomes[op.name].note(check, ended)
+                done += 1
+                if tell is not None:
+                    tell(f"{op.name}: {check}", done, len(jobs))
+    except torch.AcceleratorError:
+        # A kernel broke the device's context, so that nothing can be restored: its faults stand.
+        if all(outcome.passed for outcome in outcomes.values()):
+            raise
     return {**outcomes, **_gaps(place)} if names is None else outcomes
 
 
@@ -125,9 +144,30 @@ def _gaps(place: Place) -> dict[str, Outcome]:
 Job = tuple[Operation, str]
 
 
+def _run_jobs(place: Place, jobs: list[Job]) -> Iterator[tuple[Operation, str, Ended]]:
+    threads = min(_THREADS, os.cpu_count() or 1) if place.on_gpu else 1
+    # Other threads may not allocate while a graph is captured.
+    alone = [job for job in jobs if job[1] == GRAPH]
+    for op, check, ended in _in_threads(place, [j for j in jobs if j[1] != GRAPH], threads):
+        if ended.no_memory:
+            alone.append((op, check))
+        else:
+            yield op, check, ended
+    if alone and place.on_gpu:
+        torch.cuda.empty_cache()
+    for op, check, ended in _in_threads(place, alone, 1):
+        if ended.no_memory:
+            free = torch.cuda.mem_get_info(place.device)[0] / 2**30
+            raise UnsupportedError(
+                f"isomodels: {free:.1f} GiB of free memory on {place.device} are too few to check "
+                f"{op.name}: free some, and start again"
+            )
+        yield op, check, ended
+
+
 def _in_threads(
     place: Place, jobs: list[Job], threads: int
-) -> Iterator[tuple[Operation, str, float, str | None]]:
+) -> Iterator[tuple[Operation, str, Ended]]:
     if not jobs:
         return
     jobs = sorted(jobs, key=lambda job: -len(job[0].checks))  # the longest first
@@ -135,30 +175,35 @@ def _in_threads(
         futures: dict[Future, Job] = {pool.submit(run_check, place, *job): job for job in jobs}
         try:
             for future in as_completed(futures):
-                yield (*futures[future], *future.result())
+                yield *futures[future], future.result()
         finally:
             pool.shutdown(cancel_futures=True)
 
 
-def run_check(place: Place, op: Operation, check: str) -> tuple[float, str | None]:
-    """One check in this thread: (seconds, None where it passed, a fault, or the digest)."""
+def run_check(place: Place, op: Operation, check: str) -> Ended:
+    """One check, or the digest, in this thread."""
     start = time.perf_counter()
-    result: str | None = None
+
+    def ended(fault: str | None = None, **more: Any) -> Ended:
+        return Ended(time.perf_counter() - start, fault, **more)
+
     try:
         with torch.cuda.device(place.device) if place.on_gpu else nullcontext():
             if check == _DIGEST:
-                result = f"{_SHA}{digest(op.outputs(place))}" if op.outputs else None
-            else:
-                op.checks[check](place)
+                return ended(digest=digest(op.outputs(place)) if op.outputs else "")
+            op.checks[check](place)
             if place.on_gpu:
                 torch.cuda.synchronize()
+            return ended()
     except Fault as fault:
-        result = str(fault)
+        return ended(str(fault))
+    except torch.OutOfMemoryError:
+        return ended(no_memory=True)
     except Exception as error:  # a kernel that cannot run has failed its check
         at = traceback.extract_tb(error.__traceback__)[-1]
         text = str(error).strip().splitlines() or [""]
-        result = f"{type(error).__name__}: {text[0]} ({os.path.basename(at.filename)}:{at.lineno})"
-    return time.perf_counter() - start, result
+        where = f"{os.path.basename(at.filename)}:{at.lineno}"
+        return ended(f"{type(error).__name__}: {text[0]} ({where})")
 
 
 @contextmanager

@@ -94,6 +94,35 @@ def test_a_model_that_has_no_kernels_is_refused_before(cache: Path) -> None:
         require_validated(CPU, dtype=torch.float16, head_dim=32)
 
 
+def test_too_little_memory_is_no_fault(cache: Path, broken: Broken, monkeypatch) -> None:
+    # Once: the check is repeated with the device to itself. Always: no verdict, and nothing stored.
+    def failing_times(times: int):
+        def make(real):
+            left = [times]
+
+            def kernel(*args):
+                left[0] -= 1
+                if left[0] >= 0:
+                    raise torch.OutOfMemoryError("CUDA out of memory")
+                return real(*args)
+
+            return kernel
+
+        return make
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**29, 2**30))
+    with monkeypatch.context():
+        broken("swiglu", failing_times(1))
+        require_validated(CPU, **MODEL)
+        assert load(facts(CPU))[0] is not None
+    for file in cache.iterdir():
+        file.unlink()
+    broken("swiglu", failing_times(10**6))
+    with pytest.raises(UnsupportedError, match=r"0\.5 GiB of free memory on cpu .* check swiglu"):
+        require_validated(CPU, **MODEL)
+    assert load(facts(CPU))[0] is None
+
+
 def test_workers_that_start_at_once(cache: Path) -> None:
     code = (
         "import torch\n"
