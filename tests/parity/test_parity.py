@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from isomodels.parity.cases import cases_of
 from isomodels.parity.checkpoints import random_checkpoint, tiny_config
 from isomodels.parity.run import run_parity
+from isomodels.registry import get_spec
 
 ISOMODELS = Path(sys.executable).with_name("isomodels")
 
@@ -32,7 +33,15 @@ def _run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str
     )
 
 
-@pytest.mark.parametrize("arch", ["MiMoForCausalLM", "Qwen3MoeForCausalLM"])
+@pytest.mark.parametrize(
+    "arch",
+    [
+        "MiMoForCausalLM",
+        "Qwen3MoeForCausalLM",
+        "Glm4MoeLiteForCausalLM",
+        "DeepseekV3ForCausalLM",
+    ],
+)
 def test_every_case_has_equal_bits(tmp_path: Path, arch: str) -> None:
     file = tmp_path / "report.json"
     done = _run("--arch", arch, "--dtype", "bfloat16", "--json", str(file))
@@ -49,7 +58,7 @@ def test_every_case_has_equal_bits(tmp_path: Path, arch: str) -> None:
         assert phase["engine_counters"]["preemptions"] > 0
         assert phase["engine_counters"]["cached_tokens"] > 0
         # row 32: the experts of every token in both layers that have any
-        assert (phase["routes"]["compared"] > 5000) == ("Moe" in arch)
+        assert (phase["routes"]["compared"] > 5000) == (get_spec(arch).family == "moe")
         assert phase["routes"]["differ"] == 0
     assert sum(case["compared"] for case in report["cases"].values()) >= 5000
     assert report["update"]["logprobs_changed"] > 1000

@@ -1,9 +1,14 @@
 """What config.json may say, and what is refused with one sentence."""
 
+import math
+from pathlib import Path
+
 import pytest
 
 from isomodels.config import read_config
 from isomodels.errors import ConfigError
+from isomodels.registry import load_object
+from isomodels.weights_conv.rules import Carried, resolve
 from tests.moe.mla.models import ARCHITECTURES, CONFIGS, YARN
 
 
@@ -32,6 +37,16 @@ def test_real_scales():
     assert config.latent_width == 576
     assert config.softmax_scale == pytest.approx(0.1352337788608801)  # as DeepSeek's own code
     assert read("glm", **sizes).softmax_scale == 192**-0.5
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"), [("glm-4.7-flash", 30), ("deepseek-v3", 671), ("moonlight-16b-a3b", 16)]
+)
+def test_released_sizes(name, billions):
+    spec, config = read_config(Path(__file__).parents[2] / "data" / "configs" / name)
+    rules = resolve(load_object(spec.weights)(config), ())
+    run = [rule for rule in rules if not isinstance(rule, Carried)]
+    assert round(sum(math.prod(rule.shape) for rule in run) / 1e9) == billions
 
 
 @pytest.mark.parametrize(
