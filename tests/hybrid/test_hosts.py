@@ -1,0 +1,188 @@
+"""The hybrids in the real engine and the real trainer."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from isomodels.errors import UnsupportedError
+from tests.kernel.battery import assert_same_bits
+
+ISOMODELS = Path(sys.executable).with_name("isomodels")
+LIMITS = {
+    "max_model_len": 256,
+    "max_num_batched_tokens": 64,
+    "max_num_seqs": 4,
+    "enable_prefix_caching": True,
+    "enable_chunked_prefill": True,
+    "num_gpu_blocks_override": 20,
+    "skip_tokenizer_init": True,
+}
+
+
+def draw(count, seed=0):
+    return torch.randint(500, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "block"),
+    [("qwen3_5", torch.bfloat16, 16), ("multimodal", torch.float32, 48)],
+    ids=["qwen3_5", "multimodal"],
+)
+def test_engine(checkpoint, ours, name, dtype, block):
+    pytest.importorskip("vllm")
+    from isomodels.vllm import Engine, Request
+    from tests.vllm.support import assert_equal_bits
+
+    folder, core = checkpoint(name, dtype), ours(name, dtype)
+    shared = draw(150, seed=9)
+    with Engine(folder, dtype=str(dtype)[6:], block_size=block, **LIMITS) as engine:
+        assert engine.model_class == "isomodels.vllm.recurrent.IsoModelsHybridForCausalLM"
+        cache = engine._engine.vllm_config.cache_config
+        assert cache.mamba_cache_mode == "align"
+        layer = engine._model.layers[-1]
+        # row 47: the state, the rows of its chunk and their decays are float32
+        dtypes = [tensor.dtype for tensor in layer.kv_cache]
+        assert dtypes == [dtype, torch.float32, dtype, torch.float32, torch.float32]
+        results = engine.run(
+            [
+                Request(draw(n, seed=n), max_tokens=12, prompt_logprobs=True, arrival=i)
+                for i, n in enumerate((1, 3, 63, 64, 65, 130))
+            ]
+        )
+        assert assert_equal_bits(core, results) > 300
+        assert any(len(result.chunks) > 1 for result in results)
+        # row 48: a hit at the edge of a block, which need be none of a chunk of the rule
+        results = engine.run(
+            [Request(shared + draw(5 + i, seed=i), max_tokens=70, arrival=6 * i) for i in range(5)]
+        )
+        assert_equal_bits(core, results)
+        hits = {result.num_cached_tokens for result in results} - {0}
+        assert hits
+        assert all(hit % cache.block_size == 0 for hit in hits)
+        assert any(hit % 64 for hit in hits)
+        results = engine.run([Request(draw(70 + i, seed=i), max_tokens=150) for i in range(4)])
+        assert_equal_bits(core, results)
+        assert sum(result.preemptions for result in results)
+    assert core.model.layers[0].linear_attn.gates.A_log.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"mamba_ssm_cache_dtype": "bfloat16"}, "--mamba-ssm-cache-dtype bfloat16"),
+        ({"mamba_ssm_cache_dtype": "float16"}, "--mamba-ssm-cache-dtype float16"),
+        ({"mamba_cache_dtype": "float16"}, "--mamba-cache-dtype float16"),
+        ({"dtype": "float32"}, "--dtype bfloat16"),
+    ],
+)
+def test_rows_47_and_49_of_the_field_reports_another_state_is_refused(checkpoint, options, named):
+    pytest.importorskip("vllm")
+    from vllm.engine.arg_utils import EngineArgs
+
+    given = {"dtype": "bfloat16", "max_model_len": 256, "model_impl": "isomodels", **options}
+    args = EngineArgs(model=str(checkpoint("qwen3_5", torch.bfloat16)), **given)
+    with pytest.raises(Exception, match=rf"isomodels: .*{named}"):
+        args.create_engine_config()
+
+
+@pytest.fixture
+def sequences():
+    return [draw(n, seed=n) for n in (2, 1, 17, 64, 65, 3, 130)]
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("qwen3_5", torch.bfloat16), ("qwen3_next", torch.float32)], ids=str
+)
+def test_trainer(checkpoint, ours, sequences, name, dtype):
+    pytest.importorskip("megatron.core")
+    from isomodels.megatron import Trainer
+    from tests.hybrid.models import run_packed
+
+    with Trainer(checkpoint(name, dtype), dtype=dtype, recompute=True, max_tokens=200) as trainer:
+        # row 46: through Megatron's own wrappers
+        pinned = {n: p for n, p in trainer.core.named_parameters() if p.dtype == torch.float32}
+        if dtype == torch.bfloat16:
+            assert len(pinned) == 9
+        model = ours(name, dtype)
+        alone = []
+        for ids in map(torch.tensor, sequences):
+            hidden = run_packed(model, ids)
+            alone.append(model.token_logprobs(hidden[:-1], ids[1:]))
+        for way in (trainer.score, trainer.recompute_logprobs):
+            for i, (mine, one) in enumerate(zip(way(sequences), alone, strict=True)):
+                assert_same_bits(mine, one, f"{way.__name__}, sequence {i}")
+        before = {n: p.detach().clone() for n, p in trainer.core.named_parameters()}
+        first, second = (trainer.step(sequences).loss for _ in range(2))
+        assert second < first
+        for n, p in trainer.core.named_parameters():
+            assert not torch.equal(p, before[n]), f"{n} was not trained"
+            assert p.dtype == before[n].dtype
+
+
+@pytest.mark.parametrize("name", ["qwen3_5"])
+def test_resumed_training_equals_uninterrupted(checkpoint, tmp_path, sequences, name):
+    pytest.importorskip("megatron.core")
+    from isomodels.megatron import Trainer
+
+    folder = checkpoint(name, torch.bfloat16)
+
+    def weights(trainer):
+        return {n: p.detach().clone() for n, p in trainer.core.named_parameters()}
+
+    with Trainer(folder, dtype=torch.bfloat16, lr=3e-3) as trainer:
+        trainer.step(sequences)
+        trainer.save(tmp_path / "saved")
+        trainer.step(sequences)
+        expected = weights(trainer)
+    with Trainer(folder, dtype=torch.bfloat16, lr=3e-3) as trainer:
+        trainer.load(tmp_path / "saved")
+        trainer.step(sequences)
+        for n, tensor in weights(trainer).items():
+            assert_same_bits(tensor, expected[n], n)
+
+
+def test_a_save_that_megatron_cannot_make_is_refused(checkpoint, tmp_path):
+    pytest.importorskip("megatron.core")
+    from isomodels.megatron import Trainer
+
+    folder = checkpoint("qwen3_5", torch.bfloat16)
+    with (
+        Trainer(folder, dtype=torch.bfloat16, distributed_optimizer=False) as trainer,
+        pytest.raises(UnsupportedError, match="use the distributed optimizer"),
+    ):
+        trainer.save(tmp_path / "saved")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "arch",
+    [
+        "Qwen3_5ForCausalLM",
+        "Qwen3_5ForConditionalGeneration",
+        "Qwen3_5MoeForCausalLM",
+        "Qwen3_5MoeForConditionalGeneration",
+        "Qwen3NextForCausalLM",
+    ],
+)
+def test_parity(tmp_path, arch, dtype):
+    pytest.importorskip("vllm")
+    pytest.importorskip("megatron.core")
+    file = tmp_path / "report.json"
+    options = ["--arch", arch, "--dtype", dtype, "--no-stock", "--json", str(file)]
+    done = subprocess.run(
+        [str(ISOMODELS), "parity", *options],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(file.read_text())
+    assert sum(case["differ"] for case in report["cases"].values()) == 0
+    assert sum(case["compared"] for case in report["cases"].values()) > 40_000
