@@ -332,8 +332,9 @@ def _config_file(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, str]:
     if dtype == checkpoint.dtype and plain:
         return {}
     raw = load_config_dict(checkpoint.path)
-    for key in ("dtype", "torch_dtype"):
-        if key in raw:
-            raw[key] = dtype_name(dtype)
+    for section in (raw, raw.get("text_config"), raw.get("vision_config")):
+        for key in ("dtype", "torch_dtype"):
+            if isinstance(section, dict) and section.get(key) is not None:
+                section[key] = dtype_name(dtype)
     raw.pop("quantization_config", None)
     return {"config.json": json.dumps(raw, indent=2) + "\n"}

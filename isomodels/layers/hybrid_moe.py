@@ -32,6 +32,11 @@ class HybridMoEConfig(HybridConfig, MoEConfig):
         """How tokens go to experts: the chosen scores are divided by their sum."""
         return Routing(self.num_experts, self.num_experts_per_tok, "softmax", normalize=True)
 
+    @property
+    def shared_experts_size(self) -> int:
+        """Width of the shared expert."""
+        return self.shared_expert_intermediate_size
+
     def is_sparse(self, layer_index: int) -> bool:
         """Every layer has experts."""
         return True
@@ -44,7 +49,7 @@ def make_moe(config: HybridMoEConfig, layer_index: int, **placed: Unpack[Placed]
         config.moe_intermediate_size,
         config.routing,
         layer_index,
-        shared_size=config.shared_expert_intermediate_size,
+        shared_size=config.shared_experts_size,
         gated=True,
         **placed,
     )

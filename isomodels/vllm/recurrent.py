@@ -217,6 +217,7 @@ def prepare(vllm_config: Any) -> None:
         if refused:
             raise UnsupportedError(f"isomodels: {sentence}")
     # vLLM would hand over three rows of positions, which are one for text.
-    text = vllm_config.model_config.hf_text_config
-    for name in ("mrope_section", "mrope_interleaved"):
-        (getattr(text, "rope_parameters", None) or {}).pop(name, None)
+    model = vllm_config.model_config
+    for config in (model.hf_config, model.hf_text_config):
+        for name in ("mrope_section", "mrope_interleaved"):
+            (getattr(config, "rope_parameters", None) or {}).pop(name, None)
