@@ -1,0 +1,16 @@
+"""Checkpoint tensors of Qwen3.5-MoE; the MTP layers are only carried."""
+
+from isomodels.hybrid.qwen3_5_moe.config import Qwen3_5MoeConfig
+from isomodels.layers.hybrid_moe import hybrid_moe_rules, moe_shapes
+from isomodels.layers.hybrid_weights import carried_rules, hybrid_rules, mtp_shapes
+from isomodels.weights_conv.rules import Rule
+
+
+def rules(config: Qwen3_5MoeConfig) -> tuple[Rule, ...]:
+    """The conversion table of one config."""
+
+    def feed_forward(prefix: str, _: int) -> list[Rule]:
+        return hybrid_moe_rules(prefix, config)
+
+    mtp = carried_rules("mtp", mtp_shapes(config, moe_shapes(config)))
+    return hybrid_rules(config, feed_forward=feed_forward) + mtp

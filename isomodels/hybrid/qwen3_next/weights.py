@@ -1,0 +1,31 @@
+"""Checkpoint tensors of Qwen3-Next; the MTP layers, where config.json states them, are carried."""
+
+from isomodels.hybrid.qwen3_next.config import Qwen3NextConfig
+from isomodels.layers.hybrid_config import HybridConfig
+from isomodels.layers.hybrid_moe import hybrid_moe_rules, moe_shapes
+from isomodels.layers.hybrid_weights import carried_rules, hybrid_rules, mtp_shapes
+from isomodels.weights_conv.rules import Regrouped, Rule, Source
+
+
+def rules(config: Qwen3NextConfig) -> tuple[Rule, ...]:
+    """The conversion table of one config."""
+
+    def feed_forward(prefix: str, _: int) -> list[Rule]:
+        return hybrid_moe_rules(prefix, config)
+
+    mtp = carried_rules("mtp", mtp_shapes(config, moe_shapes(config)))
+    return hybrid_rules(config, delta=_projections, feed_forward=feed_forward) + mtp
+
+
+def _projections(prefix: str, config: HybridConfig) -> list[Rule]:
+    """HF has the rows of one key head together: [q | k | v | z] and [b | a] of its value heads."""
+    groups, hidden = config.linear_num_key_heads, config.hidden_size
+    heads = config.linear_num_value_heads // groups
+    key, values = config.linear_key_head_dim, heads * config.linear_value_head_dim
+    sizes = ((key, key, values, values), (heads, heads))
+    names = ("in_proj_qkvz.weight", "in_proj_ba.weight")
+    parts = tuple(
+        Source(f"{prefix}.{name}", (groups * sum(rows), hidden))
+        for name, rows in zip(names, sizes, strict=True)
+    )
+    return [Regrouped(f"{prefix}.in_proj.weight", parts, groups=groups, sizes=sizes)]
