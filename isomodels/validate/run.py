@@ -66,22 +66,23 @@ class Outcome:
 Tell = Callable[[str, int, int], None]
 
 
-def run_in_processes(place: Place, tell: Tell | None = None) -> dict[str, Outcome]:
-    """`run_battery` of all operations on a GPU, in several processes.
+def run_in_processes(
+    place: Place, names: Sequence[str] | None = None, tell: Tell | None = None
+) -> dict[str, Outcome]:
+    """`run_battery` in several processes, for all that a GPU has to compile.
 
     Half of the time of a compilation is Python's, which threads of one process cannot share. And
     where a kernel breaks a process, the others still get their verdict.
 
     Args:
-        place: where, and how deep.
-        tell: see `run_battery`.
+        place, names, tell, and what is returned and raised: see `run_battery`.
     """
-    names = [name for name, op in load_operations().items() if op.runs_on(place)]
+    chosen = _chosen(place, names)
     processes = max(1, min(_PROCESSES, (os.cpu_count() or 1) // 2))
     found: dict[str, Outcome] = {}
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
-        order = sorted(names, key=lambda name: -len(load_operations()[name].checks))
-        futures = {pool.submit(run_battery, place, [name]): name for name in order}
+        longest_first = sorted(chosen, key=lambda op: len(op.checks), reverse=True)
+        futures = {pool.submit(run_battery, place, [op.name]): op.name for op in longest_first}
         for done, future in enumerate(as_completed(futures), 1):
             name = futures[future]
             try:
@@ -92,8 +93,8 @@ def run_in_processes(place: Place, tell: Tell | None = None) -> dict[str, Outcom
                 found[name] = Outcome({"process": f"ended: {error!r}"})
             if tell is not None:
                 tell(name, done, len(futures))
-    outcomes = {name: found[name] for name in names}
-    return {**outcomes, **_gaps(place)}
+    outcomes = {op.name: found[op.name] for op in chosen}
+    return {**outcomes, **_gaps(place)} if names is None else outcomes
 
 
 def run_battery(
@@ -114,11 +115,7 @@ def run_battery(
     Raises:
         UnsupportedError: too little free memory on a GPU.
     """
-    chosen = [
-        op
-        for name, op in load_operations().items()
-        if op.runs_on(place) and (names is None or name in names)
-    ]
+    chosen = _chosen(place, names)
     outcomes = {op.name: Outcome() for op in chosen}
     jobs = [(op, check) for op in chosen for check in (*op.names(place), _DIGEST)]
     done = 0
@@ -134,6 +131,14 @@ def run_battery(
         if all(outcome.passed for outcome in outcomes.values()):
             raise
     return {**outcomes, **_gaps(place)} if names is None else outcomes
+
+
+def _chosen(place: Place, names: Sequence[str] | None) -> list[Operation]:
+    return [
+        op
+        for name, op in load_operations().items()
+        if op.runs_on(place) and (names is None or name in names)
+    ]
 
 
 def _gaps(place: Place) -> dict[str, Outcome]:

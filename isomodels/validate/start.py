@@ -43,10 +43,8 @@ def validate(
     start = time.perf_counter()
     device = with_index(device)
     place = Place(device, depth)
-    if place.on_gpu and depth == "full" and names is None:
-        outcomes = run_in_processes(place, tell)
-    else:
-        outcomes = run_battery(place, names, tell)
+    run = run_in_processes if place.on_gpu and depth == "full" else run_battery
+    outcomes = run(place, names, tell)
     return Report(depth, facts(device), outcomes, time.perf_counter() - start)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from isomodels.validate.battery import Place, load_operations, missing_checks
-from isomodels.validate.run import run_battery
+from isomodels.validate.run import run_battery, run_in_processes
 from tests.validate.conftest import QUICK
 
 
@@ -130,6 +130,20 @@ def test_the_battery_disturbs_nothing(few_operations: None) -> None:
     assert all(outcome.passed for outcome in outcomes.values())
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.get_num_threads() == threads
+
+
+def test_in_several_processes() -> None:
+    told, names = [], ["swiglu", "embedding"]
+    outcomes = run_in_processes(QUICK, names, lambda *what: told.append(what))
+    here = run_battery(QUICK, names)
+    assert [*outcomes] == [*here]
+    for name in names:
+        assert outcomes[name].checks == here[name].checks
+        assert outcomes[name].digest == here[name].digest
+    assert sorted(told) in (
+        [("embedding", 1, 2), ("swiglu", 2, 2)],
+        [("embedding", 2, 2), ("swiglu", 1, 2)],
+    )
 
 
 def test_progress_is_told(few_operations: None) -> None:
