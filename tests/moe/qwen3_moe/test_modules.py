@@ -7,6 +7,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 from isomodels.batch import Batch
 from isomodels.layers.routes import record_routes, replay_routes, routers
 from tests.dense.models import Engine, bounds, run_packed, tokens
+from tests.dense.test_compile import results
 from tests.dense.test_operations import OnlyOurs
 from tests.kernel.battery import DTYPES, assert_same_bits
 from tests.moe.qwen3_moe.models import KINDS, load_ours
@@ -132,3 +133,18 @@ def test_routes_of_several_forwards_follow_each_other(ours):
             run_packed(model, part, [len(part)])
         assert recorded.take().shape == at_once.shape
     assert all(router.capture_fn is None for router in routers(model))
+
+
+def test_one_graph_with_the_bits_of_eager(checkpoint):
+    """Forward and backward: nothing between router and combination waits for a number."""
+    model = load_ours(checkpoint("qwen3-moe", torch.bfloat16))
+
+    def forward(ids, positions, batch, targets):
+        return model.token_logprobs(model(ids, positions, batch), targets)
+
+    eager = results(forward, model, "cpu")
+    torch._dynamo.reset()
+    compiled = torch.compile(forward, fullgraph=True, backend="aot_eager")
+    for name, value in results(compiled, model, "cpu").items():
+        assert_same_bits(value, eager[name], name)
+    assert {name for name, _ in model.named_parameters()} < eager.keys()
