@@ -1,9 +1,9 @@
 """Choose tiles for matrix products by measuring: `PYTHONPATH=. python -m benchmarks.tune_gemm`.
 
 Writes kernels/gemm_tuned.py. Candidates are all tiles that fit, less those that a simple model of
-the device gives no chance; each must give the bits of a reference tile before it is timed. Shapes
-can be chosen (`--kind nt --m 256 512 --shape 6144x4096`), then the table is only printed unless
-`--out` names a file.
+the device gives no chance; each must give the bits of a reference tile before it is timed. Another
+model's shapes can be added: `--kind nt head --shape 9728x2560 --out kernels/gemm_tuned.py` keeps
+what the table has for other shapes. Without `--out` a part of the whole is only printed.
 """
 
 import argparse
@@ -21,6 +21,7 @@ import torch
 from benchmarks.harness import copies, time_ms
 from benchmarks.linear import BF16, SHAPES, SHAPES_35B, TREES
 from isomodels.kernels.gemm_triton import Config, gemm
+from isomodels.kernels.gemm_tuned import TUNED
 from isomodels.kernels.gemm_tuning import bucket
 from isomodels.kernels.row_linear import LEAVES
 
@@ -167,16 +168,15 @@ def measure(
 
 
 def problems(kinds: list[str], rows: list[int], shapes: list[str]) -> list[tuple]:
-    """(kind, M, N, K) of every product to tune."""
+    """(kind, M, N, K) of every product to tune: all of `shapes` for all of `kinds`, or the usual."""
     chosen = [tuple(map(int, s.split("x"))) for s in shapes]
+    usual = {"tree": TREES, "head": HEADS, "nn": SHAPES, "tn": SHAPES}
     found: list[tuple] = []
     for m in rows or sorted({m for kind in kinds for m in ROWS[kind]}):
         for kind in kinds:
-            default = {"tree": TREES, "head": HEADS}.get(kind, SHAPES + SHAPES_35B + MORE)
-            default = SHAPES if kind in ("nn", "tn") else default
             if not rows and m not in ROWS[kind]:
                 continue
-            for n, k in [s for s in default if not chosen or s in chosen]:
+            for n, k in chosen or usual.get(kind, SHAPES + SHAPES_35B + MORE):
                 shape = {"nn": (m, k, n), "tn": (n, k, m)}.get(kind, (m, n, k))
                 found.append((kind, *shape))
     return found
@@ -278,7 +278,9 @@ def main() -> None:
         todo = problems(options.kind, options.m, options.shape)
         times = time_all(todo, options.most, options.workers, options.seconds, options.json)
     if out:
-        lines = [f"    {key}: {value},\n" for key, value in table(times, options.kernels).items()]
+        kept = {} if whole or options.from_json else TUNED
+        found = kept | table(times, options.kernels)
+        lines = [f"    {key}: {value},\n" for key, value in found.items()]
         name = "TUNED: dict[tuple[str, int, int, int], tuple[int, ...]]"
         text = '"""Made by `python -m benchmarks.tune_gemm`; not by hand."""\n\n'
         out.write_text(f"{text}{name} = {{\n{''.join(lines)}}}\n".replace("'", '"'))

@@ -21,7 +21,7 @@ class Launcher:
     """
 
     def __init__(self, kernel: Any, constants: dict[str, Any], **options: Any) -> None:
-        self._kernel, self._constants, self._options = kernel, constants, options
+        self.kernel, self.constants, self.options = kernel, constants, options
         self._values = tuple(constants.values())
         self._compiled: dict[Hashable, Any] = {}
 
@@ -34,13 +34,13 @@ class Launcher:
             key: whatever Triton would compile another form for: dtypes, alignment of pointers to
                 16 bytes, divisibility of specialised integers, arguments that are None.
         """
-        if not isinstance(self._kernel, JITFunction):  # the interpreter's
-            self._kernel[grid](*arguments, **self._constants)
+        if not isinstance(self.kernel, JITFunction):  # the interpreter's
+            self.kernel[grid](*arguments, **self.constants)
             return
         at = torch.cuda.current_device(), key
         compiled = self._compiled.get(at)
         if compiled is None:
-            made = self._kernel[grid](*arguments, **self._constants, **self._options)
+            made = self.kernel[grid](*arguments, **self.constants, **self.options)
             self._compiled[at] = made
         else:
             compiled[grid](*arguments, *self._values)

@@ -14,10 +14,9 @@ def cdiv(a: int, b: int) -> int:
 def bulk(x: Tensor) -> Tensor:
     """`x` [R, C] itself if the bulk copy engine can read it, else a padded copy's view."""
     unit = _ALIGNMENT // x.element_size()
-    dense = x.stride(1) == 1 and x.stride(0) % unit == 0 and x.data_ptr() % _ALIGNMENT == 0
-    if dense and x.stride(0) >= x.shape[1]:
+    (rows, columns), (pitch, step) = x.shape, x.stride()
+    if step == 1 and pitch >= columns and pitch % unit == 0 and x.data_ptr() % _ALIGNMENT == 0:
         return x
-    rows, columns = x.shape
     padded = x.new_empty(max(rows, 1), cdiv(columns, unit) * unit)
     padded[:rows, :columns] = x
     return padded[:rows, :columns]
