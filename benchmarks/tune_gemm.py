@@ -168,7 +168,7 @@ def measure(
 
 
 def problems(kinds: list[str], rows: list[int], shapes: list[str]) -> list[tuple]:
-    """(kind, M, N, K) of every product to tune: all of `shapes` for all of `kinds`, or the usual."""
+    """(kind, M, N, K) of what to tune: all of `shapes` for all of `kinds`, or the usual ones."""
     chosen = [tuple(map(int, s.split("x"))) for s in shapes]
     usual = {"tree": TREES, "head": HEADS, "nn": SHAPES, "tn": SHAPES}
     found: list[tuple] = []
