@@ -1,7 +1,8 @@
 """Which architectures exist: HF architecture name -> where its config, model and rules are.
 
-Found by folder: every package below `dense`, `moe` and `hybrid` states a `SPEC`. Only strings live
-here, so that hosts may ask without importing torch.
+Found by folder: every package below `dense`, `moe` and `hybrid` states a `SPEC`, or a tuple of them
+where one module comes in several kinds of checkpoints. Only strings live here, so that hosts may
+ask without importing torch.
 """
 
 import importlib
@@ -53,18 +54,20 @@ def architectures() -> dict[str, ArchSpec]:
         package = importlib.import_module(f"isomodels.{family}")
         for module in pkgutil.iter_modules(package.__path__):
             home = f"isomodels/{family}/{module.name}"
-            spec = getattr(importlib.import_module(home.replace("/", ".")), "SPEC", None)
-            if not isinstance(spec, ArchSpec):
+            stated = getattr(importlib.import_module(home.replace("/", ".")), "SPEC", None)
+            specs = stated if isinstance(stated, tuple) else (stated,)
+            if not all(isinstance(spec, ArchSpec) for spec in specs):
                 raise ConfigError(
                     f"{home} states no architecture: give its __init__.py a SPEC = ArchSpec(...), "
                     "or move it elsewhere"
                 )
-            if spec.architecture in found:
-                raise ConfigError(
-                    f"{homes[spec.architecture]} and {home} both state {spec.architecture}: "
-                    "correct the SPEC of one, or remove its folder"
-                )
-            found[spec.architecture], homes[spec.architecture] = spec, home
+            for spec in specs:
+                if spec.architecture in found:
+                    raise ConfigError(
+                        f"{homes[spec.architecture]} and {home} both state {spec.architecture}: "
+                        "correct the SPEC of one, or remove its folder"
+                    )
+                found[spec.architecture], homes[spec.architecture] = spec, home
     return found
 
 
