@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from isomodels.errors import UnsupportedError
 from isomodels.kernels.logprob import log_normalize
 from isomodels.layers.pinned import pinned_tensors
+from isomodels.megatron.bias_update import bias_updates
 from isomodels.megatron.experts import prepare_experts
 from isomodels.megatron.inputs import read_tokens
 
@@ -139,6 +140,7 @@ class IsoLanguageModel(LanguageModule):
         self._check_dtypes()
         self._recomputed = _recomputed_layers(config, core.model.layers)
         self.load_balancing_losses = prepare_experts(config, core)
+        self.bias_updates = bias_updates(config, core)
         self.setup_embeddings_and_output_layer()
         for param in self.parameters():
             set_defaults_if_not_set_tensor_model_parallel_attributes(param)
@@ -282,6 +284,18 @@ class IsoLanguageModel(LanguageModule):
             yield
         finally:
             self._recomputed = recomputed
+
+    @contextmanager
+    def without_bias_update(self) -> Iterator[None]:
+        """Forward and backward passes of no step: the routers' biases stay, nothing is counted."""
+        updates: Any = self.bias_updates
+        self.bias_updates = nn.ModuleList()
+        try:
+            yield
+        finally:
+            self.bias_updates = updates
+            for update in updates:
+                update.local_tokens_per_expert.zero_()
 
     def logprobs(
         self,

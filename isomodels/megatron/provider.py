@@ -104,7 +104,9 @@ def transformer_config(config: Any, **overrides: Any) -> TransformerConfig:
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
+        # no load balancing unless it is asked for
         **({} if config.routing is None else {"moe_router_load_balancing_type": "none"}),
+        "moe_router_bias_update_rate": 0.0,
         **overrides,
     }
     unknown = sorted(fields.keys() - TransformerConfig.__dataclass_fields__.keys())

@@ -54,6 +54,7 @@ class Trainer:
         cast: allow a checkpoint of another dtype.
         overlap: overlap gradient reduction and parameter gathering with compute.
         load_balancing: coefficient of the routers' load-balancing loss; it moves gradients only.
+        bias_update_rate: by how much a step moves the routers' correction biases towards balance.
 
     Without a GPU, CUDA devices are redirected to the CPU until `close` (see `cpu_redirect`).
 
@@ -81,11 +82,13 @@ class Trainer:
         cast: bool = False,
         overlap: bool = False,
         load_balancing: float = 0.0,
+        bias_update_rate: float = 0.0,
     ):
         self.checkpoint = Path(checkpoint)
         self.recompute = recompute
         self.max_tokens = max_tokens
         self.load_balancing = load_balancing
+        self.bias_update_rate = bias_update_rate
         self.steps = 0
         start_process()
         self._open = True
@@ -109,7 +112,11 @@ class Trainer:
 
         from isomodels.megatron.provider import model_provider, transformer_config
 
-        overrides: dict[str, Any] = {"params_dtype": dtype, "calculate_per_token_loss": True}
+        overrides: dict[str, Any] = {
+            "params_dtype": dtype,
+            "calculate_per_token_loss": True,
+            "moe_router_bias_update_rate": self.bias_update_rate,
+        }
         if recompute:
             overrides |= {
                 "recompute_granularity": "full",
@@ -201,7 +208,8 @@ class Trainer:
     ) -> list[Tensor]:
         """Like `score`, from the forward pass of a training step (its gradients are dropped)."""
         packs = self._pack(sequences)
-        rows = self._run(packs, temperature=temperature)
+        with self.model.without_bias_update():
+            rows = self._run(packs, temperature=temperature)
         self._drop_gradients()
         return _unpack(packs, rows)
 
@@ -232,7 +240,7 @@ class Trainer:
                 for kept in outputs.values():
                     kept.clear()
                 # early stop would end a recomputed layer before its output exists
-                with set_checkpoint_early_stop(False):
+                with set_checkpoint_early_stop(False), self.model.without_bias_update():
                     self._run([one])
                 if any(len(kept) != 2 for kept in outputs.values()):
                     raise HostError("a layer was not recomputed in the backward pass")

@@ -7,6 +7,7 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 from isomodels.checkpoint import load_checkpoint
 from isomodels.layers.moe import Experts
+from isomodels.layers.routes import record_routes
 from isomodels.megatron import Trainer
 from tests.dense.models import run_packed
 from tests.kernel.battery import assert_same_bits
@@ -61,3 +62,38 @@ def test_the_config_states_the_experts(tmp_path):
         marked = [m for m in trainer.core.modules() if isinstance(m, Experts)]
         assert len(marked) == 2
         assert all(hasattr(p, "allreduce") for m in marked for p in m.parameters())
+
+
+def test_the_update_of_correction_biases(tmp_path, sequences):
+    """Megatron's own, towards balance; no bit of a forward moves before the next step."""
+    folder, used = make("deepseek", tmp_path / "source", torch.bfloat16), sequences[2:6]
+    with Trainer(folder, dtype=torch.bfloat16, recompute=True, bias_update_rate=0.25) as trainer:
+        core = load_checkpoint(folder).requires_grad_(False)
+        for way in (trainer.forward_logprobs, trainer.recompute_logprobs, trainer.score):
+            for got, right in zip(way(used), alone(core, used), strict=True):
+                assert_same_bits(got.detach(), right, "of no step")
+        gates = [core.model.layers[i].mlp.gate for i in (1, 2)]
+        live = [trainer.core.model.layers[i].mlp.gate for i in (1, 2)]
+        for update in trainer.model.bias_updates:
+            assert not update.local_tokens_per_expert.any(), "counts of an evaluation are kept"
+        with record_routes(core) as recorded:
+            flat = torch.tensor([token for sequence in used for token in sequence])
+            run_packed(core, flat, [len(sequence) for sequence in used])
+        ids = recorded.take()  # [T, layers, k]
+        before = [gate.e_score_correction_bias.clone() for gate in live]
+        trainer.step(used)
+        for layer, (gate, old) in enumerate(zip(live, before, strict=True)):
+            counts = torch.bincount(ids[:, layer].reshape(-1), minlength=16).float()
+            moved = old + torch.sign(counts.mean() - counts) * 0.25
+            assert_same_bits(gate.e_score_correction_bias, moved, f"bias {layer}")
+            assert_same_bits(old, gates[layer].e_score_correction_bias)
+        trainer.save(tmp_path / "training")
+        trainer.save_hf(tmp_path / "saved")
+        kept = [gate.e_score_correction_bias.clone() for gate in live]
+        trainer.step(used)
+        trainer.load(tmp_path / "training")
+        saved = load_checkpoint(tmp_path / "saved")
+        for i, gate, bias in zip((1, 2), live, kept, strict=True):
+            assert_same_bits(gate.e_score_correction_bias, bias, "resumed")
+            stored = saved.model.layers[i].mlp.gate.e_score_correction_bias
+            assert_same_bits(stored, bias, "saved")
