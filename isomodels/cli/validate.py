@@ -38,6 +38,14 @@ def validate(
         list[str] | None,
         typer.Option(help="Only this operation; may be repeated. Keeps no report."),
     ] = None,
+    compare: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            help="JSON of another machine: must the outputs' bits agree?",
+        ),
+    ] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Also write the report as JSON ('-': print it).")
     ] = None,
@@ -52,11 +60,12 @@ def validate(
     The report is kept in the user's cache. vLLM and Megatron start at once where it passed, refuse
     where it failed, and run the quick form where there is none. It counts for this device, these
     versions of driver, torch and Triton, and these kernels. The digests are of outputs on fixed
-    inputs: equal digests on two machines mean equal bits.
+    inputs: equal digests on two machines mean equal bits there.
 
-    Exit code: 0 every check passed; 1 a check failed; 2 bad input, or a device that is refused.
+    Exit code: 0 every check passed; 1 a check failed, or outputs differ from those of --compare;
+    2 bad input, or a device that is refused.
 
-    Example: isomodels validate --json report.json
+    Example: isomodels validate --json here.json
     """
     from isomodels.validate.report import print_report
 
@@ -67,17 +76,48 @@ def validate(
         raise UnsupportedError("--interpret runs on the CPU and has one form: leave out the rest")
     if interpret and os.environ.get("TRITON_INTERPRET") != "1":
         raise typer.Exit(_in_interpreter(operation or [], json_file))
+    other = _read(compare) if compare is not None else None
     report = _run(device, quick, interpret, operation)
+    differ = _differences(report, other) if other is not None else []
     kept = _keep(report, partial=operation is not None)
     if json_file is not None and json_to is None:
         typer.echo(json.dumps(report.as_json(), indent=2))
     else:
         print_report(report, console)
         console.print(kept, highlight=False, soft_wrap=True)
+        if differ:
+            other_bits = f"[red]Other bits than in {compare}: {', '.join(differ)}[/red]."
+            console.print(other_bits, highlight=False, soft_wrap=True)
+        elif compare:
+            same = f"[green]The bits of {compare} in every operation.[/green]"
+            console.print(same, highlight=False, soft_wrap=True)
     if json_to is not None:
         json_to.write_text(json.dumps(report.as_json(), indent=2) + "\n")
-    if not report.passed:
+    if differ or not report.passed:
         raise typer.Exit(1)
+
+
+def _read(file: Path) -> "Report":
+    from isomodels.validate.report import read_json
+
+    try:
+        return read_json(json.loads(file.read_text()))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"--compare {file}: no report of isomodels validate ({error})"
+        ) from None
+
+
+def _differences(report: "Report", other: "Report") -> list[str]:
+    """Operations of both reports whose outputs differ."""
+    mine, theirs = report.facts["backend"], other.facts["backend"]
+    if mine != theirs:
+        raise UnsupportedError(
+            f"--compare: that report is of the {theirs} backend and this run of {mine}, whose bits "
+            "need not agree: compare two runs of one backend"
+        )
+    both = [name for name in report.outcomes if name in other.outcomes]
+    return [n for n in both if report.outcomes[n].digest != other.outcomes[n].digest]
 
 
 def _in_interpreter(operations: list[str], json_file: Path | None) -> int:
@@ -100,7 +140,8 @@ def _run(
     from isomodels.validate.start import interpreted, validate
 
     try:
-        where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        on_gpu = torch.cuda.is_available() and not interpret
+        where = torch.device(device or ("cuda" if on_gpu else "cpu"))
     except RuntimeError:
         raise UnsupportedError(f"--device {device}: write cpu, cuda or cuda:1") from None
     place = Place(where, "quick" if quick else "full", interpret)

@@ -195,6 +195,25 @@ def test_a_quick_pass_does_not_replace_a_full_one(cache: Path) -> None:
     assert not kept.passed, "a quick pass must not hide what the full battery found"
 
 
+def test_two_machines_are_compared(cache: Path, tmp_path: Path, broken: Broken) -> None:
+    one, arguments = tmp_path / "one.json", ("--device", "cpu", "--quick", "--compare")
+    assert run("--device", "cpu", "--quick", "--json", one).exit_code == 0
+    result = run(*arguments, one)
+    assert result.exit_code == 0, result.output
+    assert "in every operation" in result.stdout
+    broken("swiglu", wrong_by(1.0 + 2.0**-20))  # within every bound
+    result = run(*arguments, one)
+    assert result.exit_code == 1
+    assert "Other bits than in" in result.stdout
+    assert result.stdout.rstrip().endswith("swiglu.")
+    one.write_text(one.read_text().replace('"backend": "torch"', '"backend": "triton"'))
+    result = run(*arguments, one)
+    assert result.exit_code == 2
+    assert "compare two runs of one backend" in result.stderr
+    one.write_text("{}")
+    assert "no report of isomodels validate" in run(*arguments, one).stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
