@@ -3,7 +3,8 @@
 What defines a bit: operands as they are, K cut into `LEAVES` equal leaves, each summed in one
 sequential pass on the matrix units in fp32, the leaves folded by a balanced binary tree of
 neighbours in fp32, then the bias, then one rounding. Tiles, stages, warps, the place of a row in
-the tile and which operand takes the place of the rows move no bit (Hopper; the tests check it).
+the tile, which operand takes the place of the rows and how many programs share the leaves of a tile
+move no bit (Hopper; the tests check it).
 """
 
 # Arguments of kernels have Triton's own types.
@@ -215,8 +216,8 @@ def _gemm_once(
     PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, ADD_TO_C: tl.constexpr, OUT: tl.constexpr,
     BESIDE: tl.constexpr,
 ):  # fmt: skip
-    """One tile of one leaf: nothing runs ahead, but no branch in the loop, and the result's place
-    in shared memory is the operands'."""
+    """One tile of one leaf: no loads run ahead of the tile, but no branch is in the loop, and the
+    result takes the operands' place in shared memory."""
     # A path around the loop, with accumulators of plain zeros, would make the assembler run the
     # matrix instructions one at a time.
     tl.assume(leaf_steps > 0)
@@ -293,7 +294,13 @@ def gemm(
 
     Returns:
         [M, N]; `out` itself where it is given.
+
+    Raises:
+        ValueError: several leaves with what only one can have, or a configuration that no kernel
+            has.
     """
+    if leaves > 1 and (bias is not None or out is not None or a_t or b_t):
+        raise ValueError("a product of several leaves has no bias, no `out`, nothing transposed")
     (k, m) = a.shape if a_t else a.shape[::-1]
     n = b.shape[1] if b_t else b.shape[0]
     if out is None:

@@ -86,6 +86,14 @@ def test_two_accumulators_hold_no_waiting_sums():
         gemm(a, a, BESIDE[0]._replace(parts=2), out_dtype=torch.float32, leaves=4)
 
 
+@pytest.mark.parametrize("given", ["bias", "out", "a_t"])
+def test_several_leaves_take_no_more(given):
+    a = torch.ones(8, 8, device=DEVICE)
+    given = {given: True if given == "a_t" else a}
+    with pytest.raises(ValueError, match="several leaves"):
+        gemm(a, a, PARTS[0], out_dtype=torch.float32, leaves=4, **given)
+
+
 @pytest.mark.parametrize("config", [CONFIGS[0], BESIDE[0], PARTS[0]])
 def test_a_block_at_the_end_of_a_leaf_reads_zeros(config):
     a, b = torch.ones(3, 8 * 24, device=DEVICE), torch.ones(5, 8 * 24, device=DEVICE)
