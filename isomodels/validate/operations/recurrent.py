@@ -6,13 +6,14 @@ from torch import Tensor
 
 from isomodels.kernels.causal_conv import causal_conv, paged_causal_conv
 from isomodels.kernels.gated_delta import (
-    NORM_EPS,
     gated_delta_rule,
     paged_gated_delta_rule,
     state_layout,
 )
 from isomodels.validate.cases import Inputs
 from isomodels.validate.streams import Engine, Stream, Tokens, stream_operation
+
+_NORM_EPS = 1e-6  # of the l2 norm of q and k, as in the reference implementation
 
 
 def _slots_of(count: int) -> list[int]:
@@ -55,7 +56,7 @@ def conv(draw: Inputs, channels: int, width: int) -> Stream:
 
 def recurrence(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
     """The rule token by token (Yang et al., 2024), in the dtype of q."""
-    q, k = (x / (x.square().sum(-1, keepdim=True) + NORM_EPS).sqrt() for x in (q, k))
+    q, k = (x / (x.square().sum(-1, keepdim=True) + _NORM_EPS).sqrt() for x in (q, k))
     q, k = (x.repeat_interleave(v.shape[1] // k.shape[1], 1) for x in (q, k))  # [n, heads, K]
     state, out = v.new_zeros(*v.shape[1:], k.shape[2]), []  # [heads, V, K]
     for t in range(len(q)):
