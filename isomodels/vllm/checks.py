@@ -149,7 +149,8 @@ def _model_refusals(vllm_config: Any) -> tuple[tuple[bool, str], ...]:
         (
             model.quantization is not None or vllm_config.quant_config is not None,
             f"quantised weights ({model.quantization}) are not supported: use a float32 or "
-            "bfloat16 checkpoint and leave out --quantization",
+            "bfloat16 checkpoint (`isomodels convert` makes one of block-scaled float8) and leave "
+            "out --quantization",
         ),
         (
             cache_dtype not in ("auto", own_dtype),

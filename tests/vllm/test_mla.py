@@ -1,16 +1,21 @@
 """Latent attention in the engine. Rows: field reports by number."""
 
+import json
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
 from safetensors.torch import load_file
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
-from isomodels.errors import CheckpointError
+from isomodels.errors import CheckpointError, UnsupportedError
 from isomodels.vllm import Engine, Request
 from tests.kernel.battery import assert_same_bits
 from tests.moe.mla.models import load_ours, make
 from tests.vllm.support import assert_equal_bits, draw
-from tests.vllm.test_moe import LIMITS, assert_equal_routes, mixed_requests
+from tests.vllm.test_moe import LIMITS, assert_equal_routes, calls_below, mixed_requests
+from tests.vllm.test_refusals import configure
 
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 
@@ -67,6 +72,31 @@ def test_a_shared_prefix(pair):
     results = engine.run(requests, seed=5)
     assert max(r.num_cached_tokens for r in results) >= 48
     assert_equal_bits(core, results)
+
+
+def test_none_of_vllms_own_attention_or_experts_runs(pair):
+    engine, _ = pair
+    for part in ("v1/attention/backends/mla", "model_executor/layers/attention", "fused_moe"):
+        with calls_below(part) as theirs:
+            engine.run([Request(draw(20, 1), max_tokens=4)])
+        assert theirs == [], part
+    with calls_below(str(Path("isomodels/layers/mla.py"))) as ours:
+        engine.run([Request(draw(20, 2), max_tokens=4)])
+    assert {"LatentAttention.forward", "LatentCore.forward", "RotaryPart.forward"} <= set(ours)
+
+
+def test_row_63_block_scaled_float8_is_converted_first(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "fp8")
+    raw = json.loads((folder / "config.json").read_text())
+    raw["quantization_config"] = {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+    }
+    (tmp_path / "fp8" / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(UnsupportedError, match=r"quantised weights \(fp8\).*isomodels convert"):
+        configure(tmp_path / "fp8", dtype="bfloat16")
 
 
 def test_row_37_new_weights_and_the_bias_in_all_its_bits(pair, folder, tmp_path):
