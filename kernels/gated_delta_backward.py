@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from isomodels.kernels.cpu_only import refuse_gpu
-from isomodels.kernels.gated_delta import CHUNK, NORM_EPS
+from isomodels.kernels.gated_delta_chunk import CHUNK, NORM_EPS
 
 
 @torch.library.custom_op(

@@ -200,6 +200,11 @@ def prepare(vllm_config: Any) -> None:
     own_dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
     refusals = (
         (
+            bool(vllm_config.use_v2_model_runner),
+            "the V2 model runner was not checked with recurrent state: set "
+            "VLLM_USE_V2_MODEL_RUNNER=0",
+        ),
+        (
             cache.mamba_ssm_cache_dtype not in ("auto", "float32"),
             f"--mamba-ssm-cache-dtype {cache.mamba_ssm_cache_dtype} is not supported: the state "
             "is float32, use auto",

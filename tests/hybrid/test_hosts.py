@@ -71,6 +71,25 @@ def test_engine(checkpoint, ours, name, dtype, block):
     assert core.model.layers[0].linear_attn.gates.A_log.dtype == torch.float32
 
 
+def test_engine_without_prefix_caching(checkpoint, ours):
+    # vLLM then keeps one block a sequence and never copies it.
+    pytest.importorskip("vllm")
+    from isomodels.vllm import Engine, Request
+    from tests.vllm.support import assert_equal_bits
+
+    folder, core = checkpoint("qwen3_next"), ours("qwen3_next")
+    limits = {**LIMITS, "enable_prefix_caching": False}
+    with Engine(folder, dtype="float32", **limits) as engine:
+        assert engine._engine.vllm_config.cache_config.mamba_cache_mode == "none"
+        lengths = (1, 40, 100, 70, 3)
+        requests = [
+            Request(draw(n, seed=n), max_tokens=30, arrival=i) for i, n in enumerate(lengths)
+        ]
+        results = engine.run(requests)
+        assert_equal_bits(core, results)
+        assert {len(result.chunks) for result in results} >= {1, 2}
+
+
 @pytest.mark.parametrize(
     ("options", "named"),
     [
