@@ -84,8 +84,7 @@ def print_report(report: Report, console: Console) -> None:
         )
     if report.stock_needs:
         console.print(
-            f"Not compared with stock: vLLM's own class needs {report.stock_needs}, which is not "
-            "installed.",
+            f"Not compared with stock: vLLM's own class needs {report.stock_needs}.",
             highlight=False,
         )
     _print_verdict(report, console)

@@ -27,7 +27,7 @@ from isomodels.parity.cases import (
     sequence,
 )
 from isomodels.parity.remote import ProcessError, Remote
-from isomodels.parity.stock import StockDifference, missing_library
+from isomodels.parity.stock import StockDifference, what_stock_lacks
 from isomodels.parity.workload import WORKLOADS, PromptSource, Workload, rounds, with_states
 
 PHASES = ("before_update", "after_update")
@@ -81,7 +81,7 @@ class Report:
     place: Place | None = None
     stock: StockDifference | None = None
     stock_fault: str | None = None
-    stock_needs: str | None = None  # a library without which stock vLLM cannot run here
+    stock_needs: str | None = None  # without which stock vLLM cannot run here
 
     @property
     def cases(self) -> tuple[str, ...]:
@@ -174,7 +174,7 @@ def run_parity(
         seed=seed,
         workload=workload,
         versions=_versions(),
-        stock_needs=missing_library(spec) if stock else None,
+        stock_needs=what_stock_lacks(spec, config, device) if stock else None,
     )
     stock = stock and report.stock_needs is None
     with ExitStack() as stack:

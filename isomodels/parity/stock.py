@@ -31,11 +31,14 @@ class StockDifference:
     max_abs: float
 
 
-def missing_library(spec: ArchSpec) -> str | None:
-    """What stock vLLM's class of an architecture imports and is not installed here."""
+def what_stock_lacks(spec: ArchSpec, config: Any, device: str) -> str | None:
+    """What stock vLLM's class of an architecture needs and does not find here, or None."""
     # Its text-only Qwen3.5 lies in one file with the multimodal one.
-    needed = "torchvision" if spec.model_type.startswith("qwen3_5") else None
-    return needed if needed and importlib.util.find_spec(needed) is None else None
+    if spec.model_type.startswith("qwen3_5") and importlib.util.find_spec("torchvision") is None:
+        return "torchvision, which is not installed"
+    if spec.family == "hybrid" and device == "cpu" and config.linear_key_head_dim <= 32:
+        return "wider heads than a tiny model's for its delta rule on the CPU"
+    return None
 
 
 class Stock:
