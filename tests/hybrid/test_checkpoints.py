@@ -15,7 +15,8 @@ from isomodels.checkpoint import (
 )
 from isomodels.config import read_config
 from isomodels.errors import CheckpointError, ConfigError
-from isomodels.weights_conv.rules import same_bits
+from isomodels.registry import load_object
+from isomodels.weights_conv.rules import Carried, Tied, resolve, same_bits
 from tests.hybrid.models import ARCHITECTURES, load_ours, load_theirs
 from tests.kernel.battery import DTYPES, assert_same_bits
 
@@ -201,3 +202,45 @@ def test_qwen3_next_needs_normalised_scores(checkpoint):
     raw = raw_config(checkpoint("qwen3_next"))
     with pytest.raises(ConfigError, match="norm_topk_prob = False is not supported"):
         read_config(raw | {"norm_topk_prob": False})
+
+
+@pytest.mark.parametrize(
+    ("arch", "text"),
+    [
+        ("Qwen3_5ForCausalLM", {}),
+        ("Qwen3_5ForConditionalGeneration", {"hidden_size": 5120, "intermediate_size": 17408}),
+        ("Qwen3_5MoeForCausalLM", {}),
+        ("Qwen3_5MoeForConditionalGeneration", {"num_experts": 16}),
+        ("Qwen3NextForCausalLM", {"num_experts": 16}),
+    ],
+)
+def test_names_and_shapes_of_the_released_sizes(arch, text):
+    """Against transformers' own classes with their default sizes, without memory for them."""
+    import transformers
+
+    model_class = getattr(transformers, arch)
+    rope = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
+    text = {"num_hidden_layers": 4, "rope_parameters": rope, **text}
+    nested = {"text_config": text, "vision_config": {"depth": 2}}
+    config = model_class.config_class(**(nested if "Conditional" in arch else text))
+    with torch.device("meta"):
+        theirs = model_class(config).state_dict()
+    raw = config.to_dict()
+    clutter = {"output_hidden_states", "return_dict", "chunk_size_feed_forward", "id2label"}
+    clutter |= {"is_encoder_decoder", "label2id", "problem_type", "output_attentions"}
+
+    def told(fields):
+        # what save_pretrained writes: nothing that is a default of every model
+        return {k: v for k, v in fields.items() if k not in clutter}
+
+    raw = told(raw) | {"architectures": [arch], "dtype": "bfloat16"}
+    if "text_config" in raw:
+        raw["text_config"] = told(raw["text_config"])
+        del raw["text_config"]["dtype"]
+    spec, ours = read_config(raw)
+    table = resolve(load_object(spec.weights)(ours), theirs)
+    expected = {s.name: s.shape for rule in table for s in rule.sources}
+    assert expected == {name: tuple(tensor.shape) for name, tensor in theirs.items()}
+    model = load_object(spec.model)(ours, dtype=torch.bfloat16, device=torch.device("meta"))
+    shapes = {r.name: r.shape for r in table if not isinstance(r, Tied | Carried)}
+    assert {n: tuple(p.shape) for n, p in model.named_parameters()} == shapes
