@@ -172,6 +172,36 @@ def finite_masks(real):
     return lambda logits, temperature: real(logits.clamp(min=-1e4), temperature)
 
 
+def ties_to_the_last(real):
+    """Equal scores go to the highest index."""
+
+    def kernel(logits, *rest):
+        weights, ids = real(logits.flip(1), *rest)
+        return weights, logits.shape[1] - 1 - ids
+
+    return kernel
+
+
+def never_starts(real):
+    """A sequence that starts reads what its state's place held before."""
+    return lambda *args: real(*args[:-1], args[-1] + 1)
+
+
+def decode_up_one(real):
+    """A step of single tokens rounds otherwise."""
+    return lambda *args: up_one(real(*args)) if args[-2] == 1 else real(*args)
+
+
+def first_up_one(real):
+    """The first of several results is off by a unit in the last place."""
+
+    def kernel(*args):
+        first, *rest = real(*args)
+        return up_one(first), *rest
+
+    return kernel
+
+
 def failing(real):
     def kernel(*args):
         raise RuntimeError("out of shared memory")
@@ -214,6 +244,15 @@ FAULTS = [
     ("paged_attention", "invariance", decode_otherwise),
     ("paged_attention", "pages", pages_side_by_side),
     ("swiglu", "accuracy", failing),
+    ("rope_qkv", "rope", first_up_one),
+    ("route", "ties", ties_to_the_last),
+    ("moe_sort", "invariance", lambda real: lambda ids, experts: real(ids.flip(0), experts)),
+    ("grouped_linear", "linear", lambda real: lambda x, w, *rest: real(x, w.roll(1, 0), *rest)),
+    ("moe_combine", "accuracy", lambda real: lambda y, w, *rest: real(y, w.flip(1), *rest)),
+    ("paged_causal_conv", "invariance", never_starts),
+    ("paged_gated_delta_rule", "invariance", never_starts),
+    ("paged_mla_attention", "invariance", decode_up_one),
+    ("write_latent_cache", "hazards", lambda real: lambda x, *rest: real(x + 0.0, *rest)),
 ]
 
 
