@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from isomodels.cli.files import check_writable
 from isomodels.errors import CheckpointError, IsoError, UnsupportedError
 
 DEFAULT_ARCH = "Qwen3ForCausalLM"
@@ -97,7 +98,7 @@ def parity(
     if max_num_batched_tokens is not None:
         sizes = replace(sizes, max_num_batched_tokens=max_num_batched_tokens)
     check_device(device)
-    _check_writable(json_file)
+    check_writable(json_file)
     # Ending by a signal, too, must end the processes below and remove what they left.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     console, progress = Console(), Console(stderr=True)
@@ -176,17 +177,3 @@ def _drawn(
 def _check_arch(source: Path, architecture: str, asked: str | None) -> None:
     if asked not in (None, architecture):
         raise CheckpointError(f"{source} is {architecture}, not {asked} (--arch)")
-
-
-def _check_writable(file: Path | None) -> None:
-    """Before minutes of work, not after; an old report stays until there is a new one."""
-    if file is None:
-        return
-    existed = file.exists()
-    try:
-        with file.open("a"):
-            pass
-    except OSError as error:
-        raise CheckpointError(f"--json {file}: cannot be written ({error.strerror})") from None
-    if not existed:
-        file.unlink()

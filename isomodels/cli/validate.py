@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from isomodels.cli.parity import _check_writable
+from isomodels.cli.files import check_writable
 from isomodels.cli.progress import check_bar
 from isomodels.errors import CheckpointError, UnsupportedError
 
@@ -71,7 +71,7 @@ def validate(
 
     console = Console()
     json_to = None if json_file is None or str(json_file) == "-" else json_file
-    _check_writable(json_to)
+    check_writable(json_to)
     if interpret and (quick or device not in (None, "cpu")):
         raise UnsupportedError("--interpret runs on the CPU and has one form: leave out the rest")
     if interpret and os.environ.get("TRITON_INTERPRET") != "1":
