@@ -1,9 +1,9 @@
 """Config fields of the decoders with latent attention and experts (DeepSeek-V3 and its kin)."""
 
 from dataclasses import fields as dataclass_fields
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from isomodels.config import MoEConfig, Routing
 from isomodels.kernels.router import check_groups
@@ -12,6 +12,17 @@ from isomodels.kernels.yarn import Yarn
 # Settings of a training or of a deployment, and of the files: none reaches a forward.
 _WITHOUT_ARITHMETIC = frozenset({"aux_loss_alpha", "ep_size", "pretraining_tp", "seq_aux"})
 _YARN_FIELDS = frozenset(field.name for field in dataclass_fields(Yarn))
+
+
+class BlockFloat8(BaseModel):
+    """Block-scaled float8 weights, the one form of quantisation that is read."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    quant_method: Literal["fp8"]
+    fmt: Literal["e4m3"]
+    activation_scheme: Literal["dynamic"]  # of kernels that are not run here
+    weight_block_size: list[Annotated[int, Field(gt=0)]] = Field(min_length=2, max_length=2)
 
 
 class LatentMoEConfig(MoEConfig):
@@ -26,7 +37,6 @@ class LatentMoEConfig(MoEConfig):
             transformers takes 1e-6 whatever that is; so a file may state this field, which no
             other library reads. None: `rms_norm_eps`.
         yarn: from `rope_scaling` or `rope_parameters`; None without either.
-        fp8_block: rows and columns of the blocks that share a scale, in files of float8 weights.
     """
 
     q_lora_rank: int | None = Field(gt=0)
@@ -51,7 +61,8 @@ class LatentMoEConfig(MoEConfig):
     num_nextn_predict_layers: int = Field(ge=0)
     attention_bias: Literal[False]
     partial_rotary_factor: float = Field(default=1.0, ge=1, le=1)
-    fp8_block: tuple[int, int] | None = Field(default=None, exclude=True)
+    # Of the files, not of the model that they hold.
+    quantization_config: BlockFloat8 | None = Field(default=None, exclude=True)
 
     @model_validator(mode="before")
     @classmethod
@@ -63,7 +74,6 @@ class LatentMoEConfig(MoEConfig):
         _take_head_dim(fields)
         _take_layer_types(fields)
         fields["yarn"] = _take_yarn(fields)
-        fields["fp8_block"] = _take_fp8(fields)
         return fields
 
     @model_validator(mode="after")
@@ -79,6 +89,14 @@ class LatentMoEConfig(MoEConfig):
             raise ValueError("no layer has experts")
         check_groups(self.num_experts, self.num_experts_per_tok, self.n_group, self.topk_group)
         return self
+
+    @property
+    def fp8_block(self) -> tuple[int, int] | None:
+        """Rows and columns that share a scale, in files of float8 weights."""
+        if self.quantization_config is None:
+            return None
+        rows, columns = self.quantization_config.weight_block_size
+        return rows, columns
 
     @property
     def norm_eps_of_latents(self) -> float:
@@ -182,25 +200,3 @@ def _read_yarn(key: str, stated: dict[str, Any]) -> Yarn:
         if not number or value < 0 or (value == 0 and "mscale" not in name):
             raise ValueError(f"{key}.{name} = {value!r} is not supported (a positive number is)")
     return Yarn(**stated)
-
-
-def _take_fp8(fields: dict[str, Any]) -> tuple[int, int] | None:
-    quantization = fields.pop("quantization_config", None)
-    if quantization is None:
-        return None
-    known = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
-    block = quantization.get("weight_block_size") if isinstance(quantization, dict) else None
-    if (
-        not isinstance(quantization, dict)
-        or any(quantization.get(name, value) != value for name, value in known.items())
-        or quantization.get("quant_method") != "fp8"
-        or quantization.keys() - known.keys() - {"weight_block_size"}
-        or not isinstance(block, list)
-        or len(block) != 2
-        or not all(isinstance(size, int) and size > 0 for size in block)
-    ):
-        raise ValueError(
-            f"quantization_config = {quantization!r} is not supported: only block-scaled fp8 "
-            "(quant_method fp8, fmt e4m3, a weight_block_size of two sizes) is"
-        )
-    return block[0], block[1]

@@ -151,19 +151,20 @@ def test_float8_without_a_quantization_config_is_refused(folders, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "changed",
+    ("changed", "message"),
     [
-        {"quant_method": "awq"},
-        {"fmt": "e5m2"},
-        {"activation_scheme": "static"},
-        {"weight_block_size": None},
-        {"modules_to_not_convert": ["lm_head"]},
+        ({"quant_method": "awq"}, "quant_method = 'awq' is not supported"),
+        ({"fmt": "e5m2"}, "fmt = 'e5m2' is not supported"),
+        ({"activation_scheme": "static"}, "activation_scheme = 'static' is not supported"),
+        ({"weight_block_size": None}, "weight_block_size = None is not supported"),
+        ({"weight_block_size": [128]}, r"weight_block_size = \[128\] is not supported"),
+        ({"modules_to_not_convert": ["lm_head"]}, "modules_to_not_convert is unknown"),
     ],
 )
-def test_other_quantisations_are_refused(folders, tmp_path, changed):
+def test_other_quantisations_are_refused(folders, tmp_path, changed, message):
     folder = copy_with(folders[0], tmp_path / "other", lambda stored: None)
     raw = json.loads((folder / "config.json").read_text())
     raw["quantization_config"] = {**QUANTIZATION, **changed}
     (folder / "config.json").write_text(json.dumps(raw))
-    with pytest.raises(ConfigError, match="only block-scaled fp8"):
+    with pytest.raises(ConfigError, match=f"quantization_config.{message}"):
         open_checkpoint(folder)
