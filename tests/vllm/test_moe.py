@@ -1,7 +1,9 @@
 """A model with experts in the engine. Rows: field reports by number."""
 
 import contextlib
+import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +20,7 @@ from tests.checkpoints import make_qwen3_moe
 from tests.vllm.support import assert_equal_bits, draw, load_core
 from tests.vllm.test_refusals import configure
 
+ROOT = Path(__file__).parents[2]
 LIMITS = {
     "max_model_len": 256,
     "max_num_seqs": 8,
@@ -200,3 +203,37 @@ def test_vllms_own_record_of_routes(folder, monkeypatch, v2, recorded, message):
     told = [sentence for refused, sentence in _engine_refusals(config) if refused]
     assert len(told) == (message is not None)
     assert all(message in sentence for sentence in told)
+
+
+def check_returned_routes(folder: Path) -> None:
+    """In a process with the V2 runner: what vLLM itself returns are our routes."""
+    from vllm import SamplingParams
+
+    from tests.moe.qwen3_moe.models import load_ours
+
+    core = load_ours(folder).requires_grad_(False)
+    prompts = [{"prompt_token_ids": draw(30 + 40 * i, i)} for i in range(3)]  # one in two chunks
+    params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True, detokenize=False)
+    with Engine(folder, dtype="bfloat16", enable_return_routed_experts=True, **LIMITS) as engine:
+        assert engine.model_runner == "V2"
+        for output in engine.llm.generate(prompts, params, use_tqdm=False):
+            (sample,) = output.outputs
+            ids = [*output.prompt_token_ids, *sample.token_ids]
+            expected, theirs = own_routes(core, ids), sample.routed_experts
+            assert theirs.shape == (len(ids) - 1, 3, 3)  # all layers; the dense one is left at 0
+            assert np.array_equal(theirs[:, 1:], expected[:-1])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+def test_row_33_vllms_own_record_returns_our_routes(folder):
+    code = (
+        "import tests.vllm.v2_on_cpu, pathlib\n"
+        "from tests.vllm.test_moe import check_returned_routes\n"
+        "if __name__ == '__main__':\n"
+        f"    check_returned_routes(pathlib.Path({str(folder)!r}))\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
