@@ -330,6 +330,11 @@ class Engine:
         self.steps.append(Step(rows[True], prefills, rows[False], resumed))
 
     def _slots_of(self, name: str, result: Result, first: int, count: int) -> Scheduled:
+        # The slots that the step knows are those of keys, which a hybrid has beside its states.
+        groups = self._scheduler.kv_cache_config.kv_cache_groups
+        keys = self._model.layers[0].name
+        index = next(i for i, group in enumerate(groups) if keys in group.layer_names)
         # Now: a request that ends with this step gives its blocks back in it.
-        blocks = self._scheduler.kv_cache_manager.get_block_ids(name)[0]
-        return scheduled(result, first, count, blocks, self._scheduler.block_size)
+        blocks = self._scheduler.kv_cache_manager.get_block_ids(name)[index]
+        size = groups[index].kv_cache_spec.block_size
+        return scheduled(result, first, count, blocks, size)
