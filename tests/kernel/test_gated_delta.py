@@ -172,7 +172,7 @@ def test_prefill_and_decode_against_one_pass(dtype):
     inputs = mixed(200, dtype)
     whole = packed(inputs)
     _, at_once = cut(inputs, [200], dtype)
-    for first in (0, 1, 63, 64, 65, 128, 190):
+    for first in (0, 63, 64, 190):
         steps = [first] * bool(first) + [1] * (200 - first)
         out, pages = cut(inputs, steps, dtype)
         assert_same_bits(out, whole, f"prefill of {first}, then decode")
