@@ -71,6 +71,8 @@ class LatentMoEConfig(MoEConfig):
         _rename(fields, "n_routed_experts", "num_experts")
         _rename(fields, "num_local_experts", "num_experts")
         _rename(fields, "num_mtp_layers", "num_nextn_predict_layers")
+        if "yarn" in fields:
+            raise ValueError("yarn is unknown: its constants are stated in rope_scaling")
         _take_head_dim(fields)
         _take_layer_types(fields)
         fields["yarn"] = _take_yarn(fields)

@@ -102,6 +102,7 @@ def test_other_spellings_mean_the_same(changes):
         ({"rope_scaling": {**YARN, "truncate": False}}, "rope_scaling.truncate is unknown"),
         ({"rope_scaling": {**YARN, "factor": 0}}, "rope_scaling.factor = 0 is not supported"),
         ({"rope_scaling": {**YARN, "type": "linear"}}, "rope_type 'linear' is not implemented"),
+        ({"yarn": {"factor": 40}}, "yarn is unknown: its constants are stated in rope_scaling"),
         ({"routed_scaling_factor": -1.0}, "routed_scaling_factor = -1.0 is not supported"),
         ({"latent_norm_eps": 0.0}, "latent_norm_eps = 0.0 is not supported"),
     ],
@@ -114,3 +115,16 @@ def test_refusals(changes, message):
         read("deepseek", **changes)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_what_transformers_saves_means_the_same(tmp_path, name):
+    import transformers
+
+    raw = CONFIGS[name]
+    config_class = getattr(transformers, raw["architectures"][0].replace("ForCausalLM", "Config"))
+    fields = {k: v for k, v in raw.items() if k not in ("model_type", "auto_map")}
+    config_class(**fields, dtype="bfloat16").save_pretrained(tmp_path)
+    _, config = read_config(tmp_path)
+    assert config.model_dump() == read(name).model_dump()
+    assert config.fused_layout_known  # written by transformers 5
