@@ -151,7 +151,12 @@ def _chunk_rows(
     right = beta * (v.transpose(1, 2).float() - torch.exp(sums) * read_k)
     _substitute(right, solve, new, chunk)
     updates = chunk.updates.permute(0, 2, 3, 1)  # [n, HV, V, CHUNK]
-    out = torch.exp(sums) * read_q + _products(reads, updates, new.counts)
+    # 0 times what is not finite is NaN: a row that is to come must not reach those before it
+    lost = ~updates.isfinite()
+    known = _products(reads, updates.masked_fill(lost, 0.0), new.counts)
+    out = torch.exp(sums) * read_q + known
+    if lost.any():
+        out = out.masked_fill((visible.unsqueeze(3) & lost.unsqueeze(2)).any(-1), torch.nan)
     return out.transpose(1, 2)
 
 
