@@ -30,8 +30,10 @@ def draw(count, seed=0):
 
 @pytest.mark.parametrize(
     ("name", "dtype", "block"),
-    [("qwen3_5", torch.bfloat16, 16), ("multimodal", torch.float32, 48)],
-    ids=["qwen3_5", "multimodal"],
+    [
+        pytest.param("qwen3_5", torch.bfloat16, 16, id="qwen3_5"),
+        pytest.param("multimodal", torch.float32, 48, id="multimodal", marks=pytest.mark.slow),
+    ],
 )
 def test_engine(checkpoint, ours, name, dtype, block):
     pytest.importorskip("vllm")
@@ -71,6 +73,7 @@ def test_engine(checkpoint, ours, name, dtype, block):
     assert core.model.layers[0].linear_attn.gates.A_log.dtype == torch.float32
 
 
+@pytest.mark.slow
 def test_engine_without_prefix_caching(checkpoint, ours):
     # vLLM then keeps one block a sequence and never copies it.
     pytest.importorskip("vllm")
@@ -115,7 +118,11 @@ def sequences():
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), [("qwen3_5", torch.bfloat16), ("qwen3_next", torch.float32)], ids=str
+    ("name", "dtype"),
+    [
+        pytest.param("qwen3_5", torch.bfloat16, id="qwen3_5"),
+        pytest.param("qwen3_next", torch.float32, id="qwen3_next", marks=pytest.mark.slow),
+    ],
 )
 def test_trainer(checkpoint, ours, sequences, name, dtype):
     pytest.importorskip("megatron.core")
