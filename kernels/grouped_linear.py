@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isomodels.kernels.cpu_only import refuse_gpu
 from isomodels.kernels.fixed_order import TILE_COLUMNS, TILE_ROWS, matmul_nt, one_thread
-from isomodels.kernels.moe_gpu import refuse_gpu
 from isomodels.kernels.schedule import Schedule, declare
 
 SCHEDULE = declare(
@@ -119,7 +119,7 @@ def _(
     return x.new_empty(rows, weight.shape[1])
 
 
-refuse_gpu(grouped_linear)
+refuse_gpu("mixture-of-experts models", grouped_linear)
 
 
 def _setup_context(ctx: Any, inputs: tuple, output: Any) -> None:

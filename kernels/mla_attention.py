@@ -19,14 +19,14 @@ Mathematics: DeepSeek-AI, "DeepSeek-V2" (2024), section 2.1 and appendix C.
 """
 
 import itertools
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from isomodels.errors import UnsupportedError
 from isomodels.kernels.attention import SCHEDULE as DENSE_SCHEDULE
 from isomodels.kernels.attention import attend
+from isomodels.kernels.cpu_only import refuse_gpu
 from isomodels.kernels.fixed_order import matmul_nt, one_thread, round_up
 from isomodels.kernels.schedule import Schedule, declare
 
@@ -221,13 +221,7 @@ def _expand(mixed: Tensor, w_uv: Tensor) -> Tensor:
     return out
 
 
-def _refuse_cuda(*_: Any) -> NoReturn:
-    raise UnsupportedError("latent attention has no GPU kernel yet: run this model on the CPU")
-
-
-mla_attention.register_kernel("cuda")(_refuse_cuda)
-paged_mla_attention.register_kernel("cuda")(_refuse_cuda)
-write_latent_cache.register_kernel("cuda")(_refuse_cuda)
+refuse_gpu("models with latent attention", mla_attention, paged_mla_attention, write_latent_cache)
 
 
 @mla_attention.register_fake

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isomodels.kernels.cpu_only import refuse_gpu
 from isomodels.kernels.fixed_order import one_thread
-from isomodels.kernels.moe_gpu import refuse_gpu
 from isomodels.kernels.router import sigmoid
 from isomodels.kernels.schedule import Schedule, declare
 
@@ -113,7 +113,7 @@ def _(
     return y.new_empty(places.shape[0], y.shape[1])
 
 
-refuse_gpu(moe_combine)
+refuse_gpu("mixture-of-experts models", moe_combine)
 
 
 def _setup_context(ctx: Any, inputs: tuple, output: Any) -> None:

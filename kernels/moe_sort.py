@@ -6,7 +6,7 @@ A slot is one of the k choices of one token; slot t * k + j is choice j of token
 import torch
 from torch import Tensor
 
-from isomodels.kernels.moe_gpu import refuse_gpu
+from isomodels.kernels.cpu_only import refuse_gpu
 from isomodels.kernels.schedule import Schedule, declare
 
 SCHEDULE = declare(
@@ -54,4 +54,4 @@ def _(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
-refuse_gpu(moe_sort)
+refuse_gpu("mixture-of-experts models", moe_sort)

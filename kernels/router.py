@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isomodels.kernels.cpu_only import refuse_gpu
 from isomodels.kernels.fixed_order import (
     TILE_COLUMNS,
     TILE_ROWS,
@@ -21,7 +22,6 @@ from isomodels.kernels.fixed_order import (
     one_thread,
 )
 from isomodels.kernels.linear import check_operands, product_gradients
-from isomodels.kernels.moe_gpu import refuse_gpu
 from isomodels.kernels.schedule import Schedule, declare
 
 SCORINGS = ("softmax", "sigmoid")
@@ -257,8 +257,8 @@ def _(
     return logits.new_empty(shape), logits.new_empty(shape, dtype=torch.int32)
 
 
-refuse_gpu(router_logits)
-refuse_gpu(route)
+refuse_gpu("mixture-of-experts models", router_logits)
+refuse_gpu("mixture-of-experts models", route)
 
 
 def _logits_setup(ctx: Any, inputs: tuple, output: Any) -> None:

@@ -169,7 +169,7 @@ def test_bad_operands():
 @pytest.mark.parametrize("operator", [router_logits, route, moe_sort, grouped_linear, moe_combine])
 def test_a_gpu_is_refused_in_one_sentence(operator):
     kernel = operator._backend_fns["cuda"]  # what a CUDA tensor would be sent to
-    with pytest.raises(UnsupportedError, match=f"{operator._qualname} has no GPU kernel yet"):
+    with pytest.raises(UnsupportedError, match="mixture-of-experts models have no GPU kernels yet"):
         kernel()
 
 
