@@ -128,14 +128,21 @@ def write_kv_cache(k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor)
     Args:
         k, v: [T, num_kv_heads, head_dim].
         kv_cache: [num_blocks, num_kv_heads, block_size, 2 * head_dim], dtype of `k`; changed.
-        slot_mapping: [T] int64, block * block_size + offset.
+        slot_mapping: [T] int64, block * block_size + offset, or -1 for a row that is padding.
     """
     if kv_cache.dtype != k.dtype:
         raise TypeError(f"the KV cache holds {kv_cache.dtype}, the model computes {k.dtype}")
-    block_size, head_dim = kv_cache.shape[2], k.shape[2]
-    blocks, offsets = slot_mapping // block_size, slot_mapping % block_size
-    kv_cache[blocks, :, offsets, :head_dim] = k
-    kv_cache[blocks, :, offsets, head_dim:] = v
+    head_dim = k.shape[2]
+    rows, blocks, offsets = page_places(slot_mapping, kv_cache.shape[2])
+    kv_cache[blocks, :, offsets, :head_dim] = k[rows]
+    kv_cache[blocks, :, offsets, head_dim:] = v[rows]
+
+
+def page_places(slot_mapping: Tensor, block_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Slots [T] -> the rows that are no padding, and the block and the offset of each."""
+    rows = (slot_mapping >= 0).nonzero().flatten()
+    slots = slot_mapping[rows]
+    return rows, slots // block_size, slots % block_size
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from isomodels.kernels.attention import SCHEDULE as DENSE_SCHEDULE
-from isomodels.kernels.attention import attend
+from isomodels.kernels.attention import attend, page_places
 from isomodels.kernels.cpu_only import refuse_gpu
 from isomodels.kernels.fixed_order import matmul_nt, one_thread, round_up
 from isomodels.kernels.schedule import Schedule, declare
@@ -148,7 +148,7 @@ def write_latent_cache(
         latent: [T, R].
         k_rope: [T, P].
         latent_cache: [num_blocks, 1, block_size, R + P], dtype of `latent`; changed.
-        slot_mapping: [T] int64, block * block_size + offset.
+        slot_mapping: [T] int64, block * block_size + offset, or -1 for a row that is padding.
 
     Raises:
         ValueError: naming shapes that do not fit.
@@ -164,9 +164,9 @@ def write_latent_cache(
         raise TypeError(
             f"the latent cache holds {latent_cache.dtype}, the model computes {latent.dtype}"
         )
-    blocks, offsets = slot_mapping // latent_cache.shape[2], slot_mapping % latent_cache.shape[2]
-    latent_cache[blocks, 0, offsets, : latent.shape[1]] = latent
-    latent_cache[blocks, 0, offsets, latent.shape[1] :] = k_rope
+    rows, blocks, offsets = page_places(slot_mapping, latent_cache.shape[2])
+    latent_cache[blocks, 0, offsets, : latent.shape[1]] = latent[rows]
+    latent_cache[blocks, 0, offsets, latent.shape[1] :] = k_rope[rows]
 
 
 def _check(operation: str, q_nope: Tensor, q_rope: Tensor, kv_b: Tensor, *keys: Tensor) -> None:

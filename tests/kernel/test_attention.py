@@ -261,6 +261,16 @@ def test_cache_write_copies_bits(dtype, order):
     assert torch.equal(bits(pages.cache), bits(before)), "another slot was changed"
 
 
+def test_rows_that_are_padding_write_nothing():
+    pages = Pages([6], 2, 8, 16, torch.float32)
+    k, v, slots = hard(6, 2, 8), hard(6, 2, 8, seed=1), pages.slots(0, 0, 6)
+    expected = pages.cache.clone()
+    write_kv_cache(k[::2], v[::2], expected, slots[::2])
+    slots[1::2] = -1
+    write_kv_cache(k, v, pages.cache, slots)
+    assert torch.equal(bits(pages.cache), bits(expected))
+
+
 def test_cache_of_another_dtype_is_refused():
     pages = Pages([4], 1, 8, 16, torch.bfloat16)
     k, v = hard(4, 1, 8), hard(4, 1, 8)

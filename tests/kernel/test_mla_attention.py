@@ -348,6 +348,16 @@ def test_operands_that_do_not_fit_are_refused():
         write_latent_cache(latent, k_rope, pages.cache, pages.slots(0, 0, 4))
 
 
+def test_rows_that_are_padding_write_nothing():
+    cache = torch.full((2, 1, 16, 24), torch.nan)
+    latent, k_rope, slots = hard(6, 16), hard(6, 8, seed=1), torch.arange(20, 26)
+    expected = cache.clone()
+    write_latent_cache(latent[::2], k_rope[::2], expected, slots[::2])
+    slots[1::2] = -1
+    write_latent_cache(latent, k_rope, cache, slots)
+    assert_same_bits(cache, expected)
+
+
 @pytest.mark.parametrize("operator", [mla_attention, paged_mla_attention, write_latent_cache])
 def test_a_gpu_is_refused_until_it_has_a_kernel(operator):
     kernel = operator._backend_fns["cuda"]  # what a CUDA tensor would be sent to
