@@ -1,5 +1,6 @@
 """Starts and stops Megatron's process groups in this process."""
 
+import gc
 import os
 from functools import cache
 from itertools import count
@@ -26,6 +27,9 @@ def start_process() -> None:
     """
     if parallel_state.model_parallel_is_initialized() or dist.is_initialized():
         raise HostError("this process already runs Megatron; close the other Trainer first")
+    # Megatron's objects refer to one another: one that was closed keeps its groups and their
+    # threads until they are collected.
+    gc.collect()
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         backend = "nccl"
