@@ -406,6 +406,10 @@ class Trainer:
         if self._open:
             self._open = False
             stop_process()
+            # Hooks of Megatron's wrapper hang on autograd nodes, where the collector cannot see
+            # them: the wrapper would keep its process groups, and their threads, for good.
+            vars(self.ddp).clear()
+            vars(self.optimizer).clear()
 
     def __enter__(self) -> "Trainer":
         return self
