@@ -408,8 +408,8 @@ class Trainer:
             stop_process()
             # Hooks of Megatron's wrapper hang on autograd nodes, where the collector cannot see
             # them: the wrapper would keep its process groups, and their threads, for good.
-            vars(self.ddp).clear()
-            vars(self.optimizer).clear()
+            for name in {"ddp", "optimizer"} & vars(self).keys():  # a start that failed has none
+                vars(vars(self)[name]).clear()
 
     def __enter__(self) -> "Trainer":
         return self
