@@ -24,6 +24,7 @@ from isomodels.kernels.gemm_triton import Config, gemm
 from isomodels.kernels.gemm_tuned import TUNED
 from isomodels.kernels.gemm_tuning import bucket
 from isomodels.kernels.row_linear import LEAVES
+from isomodels.validate.bits import bits
 
 TRANSPOSED = {"nn": (False, True), "tn": (True, True)}
 # (N, K) beside those of the benchmark rows: gate-up of MiMo-7B
@@ -143,7 +144,7 @@ def compile_one(job: tuple[str, Config]) -> str:
     try:
         reference = product(kind, a, b, Config(64, 64, 64, 3, 4))
         for _ in range(3):
-            if not torch.equal(product(kind, a, b, config), reference):
+            if not torch.equal(bits(product(kind, a, b, config)), bits(reference)):
                 return f"{kind} {tuple(config)}: other bits than the reference tile"
         torch.cuda.synchronize()
     except Exception as error:  # a tile that does not fit is left out
