@@ -18,7 +18,15 @@ from benchmarks.harness import ROWS, Timing
 from benchmarks.table import missed, render, update
 
 # Importing a module registers its rows, in the order of the table.
-MODULES = ("linear", "pointwise", "logprob", "attention", "engine", "train_step")
+MODULES = (
+    "linear",
+    "pointwise",
+    "hybrid_pointwise",
+    "logprob",
+    "attention",
+    "engine",
+    "train_step",
+)
 HERE = Path(__file__).parent
 
 

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isomodels.kernels.cpu_only import refuse_gpu
 from isomodels.kernels.fixed_order import one_thread
 from isomodels.kernels.schedule import Schedule, declare
 
@@ -25,6 +24,15 @@ _CONSTANTS: dict[str, int | str] = {
 }
 SCHEDULE = declare(Schedule("causal_conv", "torch", 1, _CONSTANTS))
 PAGED_SCHEDULE = declare(Schedule("paged_causal_conv", "torch", 1, _CONSTANTS))
+
+_TRITON: dict[str, int | str] = {
+    **_CONSTANTS,
+    "accumulate": "float32, products and sums rounded apart",
+    "silu": "x / (1 + exp(-x)), the quotient rounded to nearest",
+    "exp": "the GPU's own power of two of x times log2(e)",
+}
+TRITON_SCHEDULE = declare(Schedule("causal_conv", "triton", 1, _TRITON))
+TRITON_PAGED_SCHEDULE = declare(Schedule("paged_causal_conv", "triton", 1, _TRITON))
 
 
 @torch.library.custom_op("isomodels::causal_conv", mutates_args=(), device_types="cpu")
@@ -82,8 +90,7 @@ def paged_causal_conv(
         TypeError: for windows of another dtype.
     """
     _check(x, weight)
-    if windows.dtype != x.dtype:
-        raise TypeError(f"the windows hold {windows.dtype}, the model computes {x.dtype}")
+    _check_windows(x, weight, windows)
     width = weight.shape[1]
     out = torch.zeros_like(x, memory_format=torch.contiguous_format)
     places = zip(slots.tolist(), seq_lens.tolist(), strict=True)
@@ -108,6 +115,14 @@ def _check(x: Tensor, weight: Tensor) -> None:
         )
 
 
+def _check_windows(x: Tensor, weight: Tensor, windows: Tensor) -> None:
+    shape = (weight.shape[1] - 1, x.shape[1])
+    if windows.shape[1:] != shape:
+        raise ValueError(f"the windows must be [slots, {list(shape)}], got {list(windows.shape)}")
+    if windows.dtype != x.dtype:
+        raise TypeError(f"the windows hold {windows.dtype}, the model computes {x.dtype}")
+
+
 def _taps(history: Tensor, weight: Tensor) -> Tensor:
     """history [W - 1 + n, channels], weight [channels, W], fp32 -> sums [n, channels]."""
     width = weight.shape[1]
@@ -123,7 +138,29 @@ def _silu(y: Tensor) -> Tensor:
     return y / (1.0 + torch.exp(-y))
 
 
-refuse_gpu("gated delta rule models", causal_conv, paged_causal_conv)
+@causal_conv.register_kernel("cuda")
+def _(x: Tensor, weight: Tensor, cu_seqlens: Tensor) -> Tensor:
+    from isomodels.kernels import causal_conv_triton
+
+    _check(x, weight)
+    return causal_conv_triton.causal_conv(x, weight, cu_seqlens)
+
+
+@paged_causal_conv.register_kernel("cuda")
+def _(
+    x: Tensor,
+    weight: Tensor,
+    windows: Tensor,
+    slots: Tensor,
+    cu_seqlens_q: Tensor,
+    seq_lens: Tensor,
+) -> Tensor:
+    from isomodels.kernels import causal_conv_triton
+
+    _check(x, weight)
+    _check_windows(x, weight, windows)
+    args = (windows, slots, cu_seqlens_q, seq_lens)
+    return causal_conv_triton.paged_causal_conv(x, weight, *args)
 
 
 @causal_conv.register_fake
@@ -143,12 +180,30 @@ def _(
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
+# An operator of its own, so that torch.compile need not look into Triton launches.
+@torch.library.custom_op("isomodels::causal_conv_backward", mutates_args=(), device_types="cuda")
+def causal_conv_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, cu_seqlens: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of `causal_conv` on the GPU: of x and of the weight."""
+    from isomodels.kernels import causal_conv_triton
+
+    return causal_conv_triton.causal_conv_backward(grad, x, weight, cu_seqlens)
+
+
+@causal_conv_backward.register_fake
+def _(grad: Tensor, x: Tensor, weight: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), weight.new_empty(weight.shape)
+
+
 def _setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
     ctx.save_for_backward(*inputs)
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple:
     x, weight, cu_seqlens = ctx.saved_tensors
+    if grad.is_cuda:
+        return *causal_conv_backward(grad, x, weight, cu_seqlens), None
     width, taps = weight.shape[1], weight.float()
     dx = x.new_zeros(x.shape, dtype=torch.float32)
     dweight = torch.zeros_like(taps)

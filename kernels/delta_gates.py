@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isomodels.kernels.cpu_only import refuse_gpu
 from isomodels.kernels.fixed_order import one_thread
 from isomodels.kernels.schedule import Schedule, declare
 
@@ -27,6 +26,22 @@ SCHEDULE = declare(
             "accumulate": "float32",
             "softplus": "max(x, 0) + log1p(exp(-|x|))",
             "sigmoid": "1 / (1 + exp(-x))",
+            "decay_floor": str(DECAY_FLOOR),
+            "roundings": 0,
+        },
+    )
+)
+TRITON_SCHEDULE = declare(
+    Schedule(
+        operation="delta_gates",
+        backend="triton",
+        version=1,
+        constants={
+            "accumulate": "float32, products and sums rounded apart",
+            "softplus": "max(x, 0) + log1p(exp(-|x|))",
+            "log1p": "2 artanh(z / (2 + z)), 8 terms",
+            "sigmoid": "1 / (1 + exp(-x)), the quotient rounded to nearest",
+            "exp": "the GPU's own power of two of x times log2(e)",
             "decay_floor": str(DECAY_FLOOR),
             "roundings": 0,
         },
@@ -73,7 +88,12 @@ def _check(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> None:
         )
 
 
-refuse_gpu("gated delta rule models", delta_gates)
+@delta_gates.register_kernel("cuda")
+def _(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+    from isomodels.kernels import delta_gates_triton
+
+    _check(a, b, A_log, dt_bias)
+    return delta_gates_triton.delta_gates(a, b, A_log, dt_bias, DECAY_FLOOR)
 
 
 @delta_gates.register_fake
@@ -82,11 +102,47 @@ def _(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Ten
     return g, torch.empty_like(g)
 
 
+# An operator of its own, so that torch.compile need not look into Triton launches.
+@torch.library.custom_op("isomodels::delta_gates_backward", mutates_args=(), device_types="cuda")
+def delta_gates_backward(
+    dg: Tensor,
+    dbeta: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    g: Tensor,
+    beta: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of `delta_gates`, whose results are g and beta, on the GPU."""
+    from isomodels.kernels import delta_gates_triton
+
+    tensors = (dg, dbeta, a, b, A_log, dt_bias, g, beta)
+    return delta_gates_triton.delta_gates_backward(*tensors, DECAY_FLOOR)
+
+
+@delta_gates_backward.register_fake
+def _(
+    dg: Tensor,
+    dbeta: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    g: Tensor,
+    beta: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    da, db, dA_log, ddt_bias = (x.new_empty(x.shape) for x in (a, b, A_log, dt_bias))
+    return da, db, dA_log, ddt_bias
+
+
 def _setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
     ctx.save_for_backward(*inputs, *output)
 
 
 def _backward(ctx: Any, dg: Tensor, dbeta: Tensor) -> tuple:
+    if dg.is_cuda:
+        return delta_gates_backward(dg, dbeta, *ctx.saved_tensors)
     a, b, A_log, dt_bias, g, beta = ctx.saved_tensors
     dg = dg.masked_fill(g <= DECAY_FLOOR, 0.0)
     db = (dbeta * beta * (1.0 - beta)).to(b.dtype)

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isomodels.kernels.cpu_only import refuse_gpu
 from isomodels.kernels.fixed_order import one_thread
 from isomodels.kernels.rms_norm import normalize, normalize_backward
 from isomodels.kernels.schedule import Schedule, declare
@@ -25,6 +24,22 @@ SCHEDULE = declare(
             "sum": "halving",
             "order": "(x / rms * weight) * silu(gate)",
             "silu": "x / (1 + exp(-x))",
+            "roundings": 1,
+        },
+    )
+)
+TRITON_SCHEDULE = declare(
+    Schedule(
+        operation="gated_rms_norm",
+        backend="triton",
+        version=1,
+        constants={
+            "accumulate": "float32, products and sums rounded apart",
+            "sum": "neighbours first, zero-padded to a power of two",
+            "inverse": "1 / sqrt, each rounded to nearest",
+            "order": "(x / rms * weight) * silu(gate)",
+            "silu": "x / (1 + exp(-x)), the quotient rounded to nearest",
+            "exp": "the GPU's own power of two of x times log2(e)",
             "roundings": 1,
         },
     )
@@ -47,23 +62,50 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
     Raises:
         ValueError: naming shapes that do not fit.
     """
-    if gate.shape != x.shape or weight.shape != x.shape[-1:]:
-        raise ValueError(
-            "gated_rms_norm needs x and gate [T, heads, N] and a weight [N], "
-            f"got {list(x.shape)}, {list(gate.shape)} and {list(weight.shape)}"
-        )
+    _check(x, gate, weight)
     with one_thread():
         unit, _ = normalize(x.float(), eps)
         z = gate.float()
         return (unit * weight.float() * (z / (1.0 + torch.exp(-z)))).to(x.dtype)
 
 
-refuse_gpu("gated delta rule models", gated_rms_norm)
+def _check(x: Tensor, gate: Tensor, weight: Tensor) -> None:
+    if x.dim() != 3 or gate.shape != x.shape or weight.shape != x.shape[-1:]:
+        raise ValueError(
+            "gated_rms_norm needs x and gate [T, heads, N] and a weight [N], "
+            f"got {list(x.shape)}, {list(gate.shape)} and {list(weight.shape)}"
+        )
+
+
+@gated_rms_norm.register_kernel("cuda")
+def _(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    from isomodels.kernels import gated_norm_triton
+
+    _check(x, gate, weight)
+    return gated_norm_triton.gated_rms_norm(x, gate, weight, eps)
 
 
 @gated_rms_norm.register_fake
 def _(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+# An operator of its own, so that torch.compile need not look into Triton launches.
+@torch.library.custom_op("isomodels::gated_rms_norm_backward", mutates_args=(), device_types="cuda")
+def gated_rms_norm_backward(
+    grad: Tensor, x: Tensor, gate: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `gated_rms_norm` on the GPU: of x, of the gate and of the weight."""
+    from isomodels.kernels import gated_norm_triton
+
+    return gated_norm_triton.gated_rms_norm_backward(grad, x, gate, weight, eps)
+
+
+@gated_rms_norm_backward.register_fake
+def _(
+    grad: Tensor, x: Tensor, gate: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.shape), weight.new_empty(weight.shape)
 
 
 def _setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
@@ -73,6 +115,8 @@ def _setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
 
 def _backward(ctx: Any, grad: Tensor) -> tuple:
     x, gate, weight = ctx.saved_tensors
+    if grad.is_cuda:
+        return *gated_rms_norm_backward(grad, x, gate, weight, ctx.eps), None
     unit, inverse_rms = normalize(x.float(), ctx.eps)
     grad, z, w = grad.float(), gate.float(), weight.float()
     sigmoid = torch.sigmoid(z)

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isomodels.kernels.cpu_only import refuse_gpu
 from isomodels.kernels.fixed_order import one_thread
 from isomodels.kernels.schedule import Schedule, declare
 
 SCHEDULE = declare(Schedule("one_plus", "torch", 1, {"sum": "float32"}))
+TRITON_SCHEDULE = declare(Schedule("one_plus", "triton", 1, {"sum": "float32"}))
 
 
 @torch.library.custom_op("isomodels::one_plus", mutates_args=(), device_types="cpu")
@@ -23,7 +23,11 @@ def one_plus(weight: Tensor) -> Tensor:
         return 1.0 + weight.float()
 
 
-refuse_gpu("gated delta rule models", one_plus)
+@one_plus.register_kernel("cuda")
+def _(weight: Tensor) -> Tensor:
+    from isomodels.kernels import one_plus_triton
+
+    return one_plus_triton.one_plus(weight)
 
 
 @one_plus.register_fake

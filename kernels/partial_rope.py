@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isomodels.kernels.cpu_only import refuse_gpu
 from isomodels.kernels.fixed_order import one_thread
 from isomodels.kernels.rms_norm import normalize, normalize_backward
 from isomodels.kernels.schedule import Schedule, declare
@@ -21,6 +20,19 @@ SCHEDULE = declare(
         backend="torch",
         version=1,
         constants={"order": "half-split", "norm_sum": "halving", "roundings": 1},
+    )
+)
+TRITON_SCHEDULE = declare(
+    Schedule(
+        operation="partial_rope",
+        backend="triton",
+        version=1,
+        constants={
+            "order": "half-split, products and sums rounded apart",
+            "norm_sum": "squares of a pair, then neighbours; the channels not rotated last",
+            "inverse": "1 / sqrt, each rounded to nearest",
+            "roundings": 1,
+        },
     )
 )
 
@@ -43,15 +55,10 @@ def partial_rope(
 
     Raises:
         ValueError: naming shapes that do not fit.
-        IndexError: for a position outside the table.
+        IndexError: for a position outside the table. A GPU, which would have to wait, does not
+            check.
     """
-    fits = x.dim() == 3 and positions.shape == x.shape[:1] and norm_weight.shape == x.shape[2:]
-    if not fits or table.dim() != 2 or table.shape[1] > x.shape[2]:
-        raise ValueError(
-            "partial_rope needs x [T, heads, head_dim], positions [T], a table [positions, at most "
-            f"head_dim] and a weight [head_dim], got {list(x.shape)}, {list(positions.shape)}, "
-            f"{list(table.shape)} and {list(norm_weight.shape)}"
-        )
+    _check(x, positions, table, norm_weight)
     with one_thread():
         unit, _ = normalize(x.float(), eps)
         # Not table[positions]: that takes -1 for the last position.
@@ -65,12 +72,45 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), -1)
 
 
-refuse_gpu("gated delta rule models", partial_rope)
+def _check(x: Tensor, positions: Tensor, table: Tensor, norm_weight: Tensor) -> None:
+    fits = x.dim() == 3 and positions.shape == x.shape[:1] and norm_weight.shape == x.shape[2:]
+    if not fits or table.dim() != 2 or table.shape[1] > x.shape[2]:
+        raise ValueError(
+            "partial_rope needs x [T, heads, head_dim], positions [T], a table [positions, at most "
+            f"head_dim] and a weight [head_dim], got {list(x.shape)}, {list(positions.shape)}, "
+            f"{list(table.shape)} and {list(norm_weight.shape)}"
+        )
+
+
+@partial_rope.register_kernel("cuda")
+def _(x: Tensor, positions: Tensor, table: Tensor, norm_weight: Tensor, eps: float) -> Tensor:
+    from isomodels.kernels import partial_rope_triton
+
+    _check(x, positions, table, norm_weight)
+    return partial_rope_triton.partial_rope(x, positions, table, norm_weight, eps)
 
 
 @partial_rope.register_fake
 def _(x: Tensor, positions: Tensor, table: Tensor, norm_weight: Tensor, eps: float) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+# An operator of its own, so that torch.compile need not look into Triton launches.
+@torch.library.custom_op("isomodels::partial_rope_backward", mutates_args=(), device_types="cuda")
+def partial_rope_backward(
+    grad: Tensor, x: Tensor, positions: Tensor, table: Tensor, norm_weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Gradients of `partial_rope` on the GPU: of x and of the norm's weight."""
+    from isomodels.kernels import partial_rope_triton
+
+    return partial_rope_triton.partial_rope_backward(grad, x, positions, table, norm_weight, eps)
+
+
+@partial_rope_backward.register_fake
+def _(
+    grad: Tensor, x: Tensor, positions: Tensor, table: Tensor, norm_weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), norm_weight.new_empty(norm_weight.shape)
 
 
 def _setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
@@ -80,6 +120,9 @@ def _setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
 
 def _backward(ctx: Any, grad: Tensor) -> tuple:
     x, positions, table, norm_weight = ctx.saved_tensors
+    if grad.is_cuda:
+        dx, dweight = partial_rope_backward(grad, x, positions, table, norm_weight, ctx.eps)
+        return dx, None, None, dweight, None
     cos, sin = table[positions].unsqueeze(1).chunk(2, -1)
     grad = _rotate(grad.float(), cos, -sin)
     unit, inverse_rms = normalize(x.float(), ctx.eps)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-FILES = ("linear", "row_linear", "pointwise", "logprob")
+FILES = ("linear", "row_linear", "pointwise", "logprob", "causal_conv", "gates_and_norms")
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")

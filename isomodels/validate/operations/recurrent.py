@@ -30,7 +30,9 @@ def _bounds(counts: list[int], like: Tensor) -> Tensor:
 
 
 # (channels, width)
-@stream_operation("causal_conv", "paged_causal_conv", sizes=((24, 4), (7, 2)))
+@stream_operation(
+    "causal_conv", "paged_causal_conv", "causal_conv_backward", sizes=((24, 4), (7, 2))
+)
 def conv(draw: Inputs, channels: int, width: int) -> Stream:
     """Depthwise convolution over the last `width` tokens, then silu."""
     weight = draw.floats(channels, width, seed=1, kind="normal")
