@@ -5,7 +5,7 @@ that is loaded and saved again has the same tensors, bit for bit.
 """
 
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,22 +16,11 @@ from torch import Tensor, nn
 from isomodels.config import load_config_dict, read_config
 from isomodels.errors import CheckpointError
 from isomodels.registry import ArchSpec, load_object
+from isomodels.weights_conv.bits import CastTensors, dtype_name, same_bits, shorten
 from isomodels.weights_conv.files import TensorFiles, read_tensors
 from isomodels.weights_conv.fp8 import Dequantised
-from isomodels.weights_conv.rules import (
-    Carried,
-    Resolved,
-    Widened,
-    check_tensors,
-    check_tied,
-    dtype_name,
-    iter_module,
-    pinned,
-    resolve,
-    same_bits,
-    shorten,
-    to_hf,
-)
+from isomodels.weights_conv.rules import Carried, Resolved, Widened, resolve
+from isomodels.weights_conv.tables import check_tensors, check_tied, iter_module, pinned, to_hf
 from isomodels.weights_conv.write import write_checkpoint
 
 
@@ -209,7 +198,7 @@ def convert_checkpoint(
     check_round_trip(checkpoint)
     dtype = dtype or checkpoint.dtype
     kept = {source.name for rule in checkpoint.rules for source in rule.sources if source.dtype}
-    tensors = _Cast(checkpoint.tensors, dtype, kept)
+    tensors = CastTensors(checkpoint.tensors, dtype, kept)
     write_checkpoint(
         out_dir,
         tensors,
@@ -236,29 +225,6 @@ def check_round_trip(checkpoint: Checkpoint) -> None:
         if isinstance(rule, Widened):
             parts = {name: tensor.to(rule.dtype) for name, tensor in parts.items()}
         _same_tensors(parts if module else {}, to_hf([rule], module), "the round trip")
-
-
-class _Cast(Mapping[str, Tensor]):
-    """The tensors of a mapping, rounded to one dtype when they are read, except those `kept`."""
-
-    def __init__(self, tensors: Mapping[str, Tensor], dtype: torch.dtype, kept: Collection[str]):
-        self.tensors, self.dtype, self.kept = tensors, dtype, kept
-
-    def __getitem__(self, name: str) -> Tensor:
-        tensor = self.tensors[name]
-        # what is kept may be of the old dtype; float32 holds any of them
-        if name in self.kept and self.dtype != torch.float32:
-            return tensor
-        return tensor.to(self.dtype)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.tensors  # without reading the tensor
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.tensors)
-
-    def __len__(self) -> int:
-        return len(self.tensors)
 
 
 def _same_tensors(a: Mapping[str, Tensor], b: Mapping[str, Tensor], what: str) -> None:
@@ -298,10 +264,17 @@ def _fill(module: nn.Module, checkpoint: Checkpoint, cast: bool) -> None:
     carried = any(isinstance(rule, Carried) and rule.name in state for rule in checkpoint.rules)
     filled = set()
     for name, tensor in iter_module(checkpoint.rules, checkpoint.tensors, carried=carried):
-        state[name].copy_(tensor)
-        filled.add(name)
+        for own, part in _own_tensors(module, name, tensor):
+            state[own].copy_(part)
+            filled.add(own)
     if filled != state.keys():
         raise ValueError(f"no rule fills {shorten(state.keys() - filled)}")
+
+
+def _own_tensors(module: nn.Module, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
+    """What a module that holds a part of the model has of a tensor."""
+    own_tensors = getattr(module, "own_tensors", None)
+    return [(name, tensor)] if own_tensors is None else own_tensors(name, tensor)
 
 
 def _module_dtype(checkpoint: Checkpoint, state: Mapping[str, Tensor]) -> torch.dtype:

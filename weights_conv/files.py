@@ -5,7 +5,10 @@ and the shards must tell the same story: two readers of one folder must not see 
 """
 
 import json
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +17,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from isomodels.errors import CheckpointError
-from isomodels.weights_conv.rules import shorten
+from isomodels.weights_conv.bits import LazyTensors, shorten
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
-_DTYPES = {
+DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -35,10 +38,21 @@ _DTYPES = {
 }
 
 
-class TensorFiles(Mapping[str, Tensor]):
-    """The tensors of a folder by HF name, each read from its mapped file when it is asked for.
+@dataclass(frozen=True)
+class _File:
+    """One open file: name -> (dtype as the format names it, shape, first byte)."""
 
-    The files stay open: a folder that is replaced meanwhile is still read as it was.
+    handle: FileIO
+    tensors: dict[str, tuple[str, tuple[int, ...], int]]
+    metadata: dict[str, str]
+
+
+class TensorFiles(LazyTensors):
+    """The tensors of a folder by HF name, each read from its file when it is asked for.
+
+    The files stay open: a folder that is replaced meanwhile is still read as it was. They are read
+    and not mapped, so that memory holds no more than the tensors that someone keeps, and a file
+    that is cut short meanwhile is an error.
 
     Attributes:
         path: the folder.
@@ -49,26 +63,23 @@ class TensorFiles(Mapping[str, Tensor]):
     def __init__(
         self,
         path: Path,
-        files: Mapping[str, Any],
+        files: Mapping[str, _File],
         weight_map: dict[str, str],
         index_metadata: dict[str, Any] | None = None,
     ):
+        super().__init__(dict.fromkeys(weight_map, torch.empty(0, device="meta")))
         self.path = path
         self.weight_map = weight_map
         self.index_metadata = index_metadata
         self._files = files
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._files[self.weight_map[name]].get_tensor(name)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.weight_map  # without reading the tensor
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.weight_map)
-
-    def __len__(self) -> int:
-        return len(self.weight_map)
+        file = self._files[self.weight_map[name]]
+        dtype, shape, begin = file.tensors[name]
+        tensor = torch.empty(shape, dtype=DTYPES[dtype])
+        if tensor.numel():
+            read_into(file.handle, tensor.view(-1).view(torch.uint8).numpy().data, begin)
+        return tensor
 
     def meta(self) -> dict[str, Tensor]:
         """Every tensor's shape and dtype, from the headers, as meta tensors.
@@ -78,19 +89,35 @@ class TensorFiles(Mapping[str, Tensor]):
         """
         tensors, unknown = {}, []
         for name, file in self.weight_map.items():
-            view = self._files[file].get_slice(name)
-            dtype = _DTYPES.get(view.get_dtype())
-            if dtype is None:
-                unknown.append(f"{name} ({view.get_dtype()})")
+            found, shape, _ = self._files[file].tensors[name]
+            if found in DTYPES:
+                tensors[name] = torch.empty(shape, dtype=DTYPES[found], device="meta")
             else:
-                tensors[name] = torch.empty(view.get_shape(), dtype=dtype, device="meta")
+                unknown.append(f"{name} ({found})")
         if unknown:
             raise CheckpointError(f"{self.path}: unknown dtype: {shorten(unknown)}")
         return tensors
 
     def file_metadata(self, file: str) -> dict[str, str]:
         """The text metadata in the header of one file."""
-        return self._files[file].metadata() or {"format": "pt"}
+        return self._files[file].metadata
+
+
+def read_into(handle: FileIO, place: memoryview, begin: int) -> None:
+    """Fill `place` from the bytes of an open file that start at `begin`.
+
+    Raises:
+        CheckpointError: the file ends before, or cannot be read.
+    """
+    done = 0
+    while done < len(place):
+        try:
+            count = os.preadv(handle.fileno(), [place[done:]], begin + done)
+        except OSError as error:
+            raise CheckpointError(f"cannot read {handle.name}: {error.strerror}") from None
+        if count == 0:
+            raise CheckpointError(f"{handle.name} was cut short: copy or download it again")
+        done += count
 
 
 def read_tensors(path: Path | str) -> TensorFiles:
@@ -114,7 +141,7 @@ def read_tensors(path: Path | str) -> TensorFiles:
         raise CheckpointError(_why_no_weights(path, names))
     _refuse_strays(path, names, {SINGLE})
     file = _open(path / SINGLE)
-    return TensorFiles(path, {SINGLE: file}, dict.fromkeys(file.keys(), SINGLE))
+    return TensorFiles(path, {SINGLE: file}, dict.fromkeys(file.tensors, SINGLE))
 
 
 def replaced_name(path: Path) -> Path:
@@ -180,10 +207,10 @@ def _read_index(file: Path) -> tuple[dict[str, str], dict[str, Any]]:
     return weight_map, metadata if isinstance(metadata, dict) else {}
 
 
-def _compare(path: Path, listed: dict[str, str], files: Mapping[str, Any]) -> None:
+def _compare(path: Path, listed: dict[str, str], files: Mapping[str, _File]) -> None:
     found: dict[str, list[str]] = {}
-    for shard, handle in files.items():
-        for name in handle.keys():  # noqa: SIM118 - a safe_open handle is no mapping
+    for shard, file in files.items():
+        for name in file.tensors:
             found.setdefault(name, []).append(shard)
     twice = [f"{name} ({', '.join(at)})" for name, at in found.items() if len(at) > 1]
     wrong = [
@@ -202,13 +229,26 @@ def _compare(path: Path, listed: dict[str, str], files: Mapping[str, Any]) -> No
         raise CheckpointError(f"{path}: {INDEX} and its files disagree: {'; '.join(told)}")
 
 
-def _open(file: Path) -> Any:
+def _open(path: Path) -> _File:
     try:
-        file.open("rb").close()  # the library takes every failure for an absent file
-        return safe_open(file, framework="pt")
+        handle = path.open("rb", buffering=0)
+        with safe_open(path, framework="pt") as checked:  # the library checks the whole header
+            metadata = checked.metadata() or {"format": "pt"}
     except SafetensorError as error:
         raise CheckpointError(
-            f"{file} is truncated or damaged ({error}): copy or download it again"
+            f"{path} is truncated or damaged ({error}): copy or download it again"
         ) from None
     except OSError as error:
-        raise CheckpointError(f"cannot read {file}: {error.strerror or error}") from None
+        raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from None
+    # The format: the header's length in 8 bytes, the header in JSON, the data.
+    size = bytearray(8)
+    read_into(handle, memoryview(size), 0)
+    header = bytearray(int.from_bytes(size, "little"))
+    read_into(handle, memoryview(header), 8)
+    first = 8 + len(header)
+    tensors = {
+        name: (one["dtype"], tuple(one["shape"]), first + one["data_offsets"][0])
+        for name, one in json.loads(header).items()
+        if name != "__metadata__"
+    }
+    return _File(handle, tensors, metadata)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from isomodels.errors import CheckpointError
+from isomodels.weights_conv.bits import shorten
 from isomodels.weights_conv.files import TensorFiles
-from isomodels.weights_conv.rules import shorten
 
 FLOAT8 = torch.float8_e4m3fn
 SCALE = "_scale_inv"

@@ -6,16 +6,13 @@ architecture's table must name every tensor of its checkpoints: what is left ove
 another shape or dtype is an error.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from isomodels.errors import CheckpointError
-
-_SHOWN = 6
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -80,6 +77,34 @@ class Widened(Same):
 
 
 @dataclass(frozen=True)
+class Shifted(Same):
+    """The module holds the HF tensor minus one: a norm whose weight is stored around zero.
+
+    The sum is float32, which keeps every bit of a smaller dtype near one; so is the HF tensor.
+    """
+
+    dtype: torch.dtype | None = torch.float32
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """HF tensor -> module tensor, float32."""
+        (tensor,) = parts
+        return tensor.float() - 1.0
+
+    def split(self, tensor: Tensor) -> list[Tensor]:
+        """Module tensor -> HF tensor, float32."""
+        return [tensor.float() + 1.0]
+
+
+@dataclass(frozen=True)
+class Cropped(Same):
+    """A table of a vocabulary that the module may have padded with rows of no meaning."""
+
+    def split(self, tensor: Tensor) -> list[Tensor]:
+        """Module tensor -> HF tensor, as a view of its first rows."""
+        return [tensor[: self.shape[0]]]
+
+
+@dataclass(frozen=True)
 class Carried(Same):
     """A tensor that is kept for the next save and never run: an engine may leave it out."""
 
@@ -114,28 +139,68 @@ class Concat:
 
 
 @dataclass(frozen=True)
-class Regrouped(Concat):
-    """As `Concat`, of HF tensors whose rows lie group by group (of heads), the parts within.
+class Grouped(Concat):
+    """As `Concat`, but the module's rows lie group by group (of heads, of ranks).
 
-    The module has each part of all groups together. `sizes` holds, for each HF tensor, the rows
-    of its parts in one group.
+    `sizes` holds, for each HF tensor, the rows that its pieces have in one group; a group of the
+    module is all pieces of all HF tensors, one below the other. `heads` tells for each how HF has
+    them: 0, each piece of all groups together; n, group by group, and there in n heads of rows,
+    each head with its share of every piece.
     """
 
     groups: int = 1
     sizes: tuple[tuple[int, ...], ...] = ()
+    heads: tuple[int, ...] = ()
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """HF tensors -> module tensor."""
         pieces = []
-        for part, sizes in zip(parts, self.sizes, strict=True):
-            pieces += part.unflatten(0, (self.groups, -1)).split(sizes, dim=1)
-        return torch.cat([piece.flatten(0, 1) for piece in pieces])
+        for part, sizes, heads in zip(parts, self.sizes, self.heads, strict=True):
+            if heads:
+                apart = part.unflatten(0, (self.groups, heads, -1))  # [G, n, rows, ...]
+                shares = apart.split([size // heads for size in sizes], dim=2)
+                pieces += [share.flatten(1, 2) for share in shares]
+            else:
+                whole = part.split([self.groups * size for size in sizes])
+                pieces += [piece.unflatten(0, (self.groups, -1)) for piece in whole]
+        return torch.cat(pieces, dim=1).flatten(0, 1)
 
     def split(self, tensor: Tensor) -> list[Tensor]:
         """Module tensor -> HF tensors, as copies: their rows lie apart."""
-        rows = [self.groups * size for sizes in self.sizes for size in sizes]
-        pieces = iter(piece.unflatten(0, (self.groups, -1)) for piece in tensor.split(rows))
-        return [torch.cat([next(pieces) for _ in sizes], 1).flatten(0, 1) for sizes in self.sizes]
+        rows = [size for sizes in self.sizes for size in sizes]
+        pieces = iter(tensor.unflatten(0, (self.groups, -1)).split(rows, dim=1))
+        parts = []
+        for sizes, heads in zip(self.sizes, self.heads, strict=True):
+            own = [next(pieces) for _ in sizes]
+            if heads:
+                shares = [piece.unflatten(1, (heads, -1)) for piece in own]
+                parts.append(torch.cat(shares, dim=2).flatten(0, 2))
+            else:
+                parts.append(torch.cat([piece.flatten(0, 1) for piece in own]))
+        return parts
+
+
+@dataclass(frozen=True)
+class Ranked(Grouped):
+    """As `Grouped`, with one group a rank of tensor parallelism; `ranks` is asked of the file.
+
+    A file may also hold the pieces of all ranks apart, under the module's name and theirs.
+    """
+
+    pieces: tuple[str, ...] = ()
+
+    def over(self, ranks: int) -> Grouped:
+        """The rule for a file of so many ranks.
+
+        Raises:
+            CheckpointError: the rows do not divide.
+        """
+        uneven = [size for sizes in self.sizes for size in sizes if size % ranks]
+        if uneven or any(heads % ranks for heads in self.heads):
+            raise CheckpointError(f"{self.name} lies in {ranks} parts, which its heads do not fit")
+        sizes = tuple(tuple(size // ranks for size in sizes) for sizes in self.sizes)
+        heads = tuple(heads // ranks for heads in self.heads)
+        return Grouped(self.name, self.parts, self.dim, ranks, sizes, heads)
 
 
 @dataclass(frozen=True)
@@ -213,7 +278,8 @@ class Tied:
         return (Source(self.name, self.shape),)
 
 
-Resolved = Same | Concat | Stack | Tied
+Stored = Same | Concat | Stack
+Resolved = Stored | Tied
 Rule = Resolved | Either
 Rules = Sequence[Rule]
 
@@ -247,175 +313,3 @@ def _resolve(rule: Either, names: Collection[str]) -> Resolved:
             "experts one by one"
         )
     return rule.fused
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors have one shape, one dtype and equal bits (-0 is not +0; NaN is NaN)."""
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    integer = _INTEGERS[a.element_size()]
-    return torch.equal(a.contiguous().view(integer), b.contiguous().view(integer))
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """`torch.bfloat16` -> "bfloat16"."""
-    return str(dtype).removeprefix("torch.")
-
-
-def shorten(names: Collection[str]) -> str:
-    """A list of names for a message: the first few, and how many more there are."""
-    ordered = sorted(names)
-    more = len(ordered) - _SHOWN
-    return ", ".join(ordered[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
-
-
-def check_tensors(
-    rules: Rules, hf: Mapping[str, Tensor], *, dtype: torch.dtype | None = None
-) -> None:
-    """Check names, shapes and dtypes of HF tensors against the rules; meta tensors will do.
-
-    Args:
-        rules: the architecture's table.
-        hf: HF name -> tensor.
-        dtype: what every tensor without a dtype of its own must have; None: anything, but one
-            for all.
-
-    Raises:
-        CheckpointError: naming all that is missing, left over, misshapen or mistyped.
-    """
-    chosen = resolve(rules, hf)
-    expected = _sources(chosen)
-    optional = {rule.name for rule in chosen if isinstance(rule, Tied)}
-    if dtype is None:
-        dtype = next((hf[n].dtype for n, s in expected.items() if n in hf and not s.dtype), None)
-    missing = expected.keys() - optional - hf.keys()
-    left_over = hf.keys() - expected.keys()
-    shapes: list[str] = []
-    mistyped: dict[torch.dtype, list[str]] = {}
-    for name in sorted(expected.keys() & hf.keys()):
-        tensor = hf[name]
-        source = expected[name]
-        if tuple(tensor.shape) != source.shape:
-            shapes.append(f"{name} is {list(tensor.shape)} instead of {list(source.shape)}")
-        wanted = source.dtype or dtype
-        fits = tensor.dtype == wanted or (source.or_common and tensor.dtype == dtype)
-        if wanted is not None and not fits:
-            mistyped.setdefault(wanted, []).append(f"{name} is {dtype_name(tensor.dtype)}")
-    problems = []
-    if missing:
-        problems.append(f"{_count(missing)} missing: {shorten(missing)}")
-    if left_over:
-        problems.append(f"{_count(left_over)} left over: {shorten(left_over)}")
-    if shapes:
-        problems.append(f"wrong shape: {shorten(shapes)}")
-    for wanted, names in mistyped.items():
-        problems.append(f"{dtype_name(wanted)} expected: {shorten(names)}")
-    if problems:
-        raise CheckpointError("the weights do not fit the config: " + "; ".join(problems))
-
-
-def pinned(rules: Rules) -> dict[str, torch.dtype]:
-    """The module's tensors that have a dtype of their own, by name."""
-    return {rule.name: rule.dtype for rule in rules if isinstance(rule, Same) and rule.dtype}
-
-
-def check_tied(rules: Rules, hf: Mapping[str, Tensor]) -> None:
-    """Check that a tied tensor which a file repeats has the bits of its twin.
-
-    Raises:
-        CheckpointError: naming the two.
-    """
-    for rule in rules:
-        if isinstance(rule, Tied) and rule.name in hf and not same_bits(hf[rule.name], hf[rule.to]):
-            raise CheckpointError(
-                f"the config ties {rule.name} to {rule.to}, but the file has different "
-                "values: set tie_word_embeddings to false, or remove one of the two"
-            )
-
-
-def iter_module(
-    rules: Rules, hf: Mapping[str, Tensor], *, carried: bool = True
-) -> Iterator[tuple[str, Tensor]]:
-    """Module tensors one by one, from HF tensors that the checks have passed.
-
-    Args:
-        rules: the architecture's table.
-        hf: HF name -> tensor; may be lazy, each tensor is read when it is needed.
-        carried: whether to give the tensors of `Carried` rules.
-    """
-    for rule in resolve(rules, hf):
-        if not isinstance(rule, Tied) and (carried or not isinstance(rule, Carried)):
-            yield rule.name, rule.join([hf[source.name] for source in rule.sources])
-
-
-def to_module(
-    rules: Rules,
-    hf: Mapping[str, Tensor],
-    *,
-    dtype: torch.dtype | None = None,
-    carried: bool = True,
-) -> dict[str, Tensor]:
-    """HF tensors -> the module's tensors, each HF tensor used once.
-
-    Args:
-        rules: the architecture's table.
-        hf: HF name -> tensor.
-        dtype: what every tensor must have; None: anything, but one for all.
-        carried: whether to return the tensors of `Carried` rules (checked in any case).
-
-    Raises:
-        CheckpointError: naming all that is missing, left over, misshapen or mistyped, or a tied
-            tensor with bits of its own.
-    """
-    check_tensors(rules, hf, dtype=dtype)
-    check_tied(rules, hf)
-    return dict(iter_module(rules, hf, carried=carried))
-
-
-def to_hf(
-    rules: Rules, module: Mapping[str, Tensor], *, optional: Collection[str] = ()
-) -> dict[str, Tensor]:
-    """The module's tensors -> HF tensors, as views without a copy: the inverse of `to_module`.
-
-    Args:
-        rules: the architecture's table; of an `Either`, the experts apart.
-        module: module name -> tensor.
-        optional: HF names of `Tied` rules to write as well.
-
-    Raises:
-        CheckpointError: naming each module tensor that is missing, left over or misshapen.
-    """
-    chosen = resolve(rules, ())
-    stored = [rule for rule in chosen if not isinstance(rule, Tied)]
-    expected = {rule.name: rule.shape for rule in stored}
-    problems = [f"{name} is missing" for name in expected.keys() - module.keys()]
-    problems += [f"{name} has no rule" for name in module.keys() - expected.keys()]
-    problems += [
-        f"{name} is {list(module[name].shape)} instead of {list(shape)}"
-        for name, shape in expected.items()
-        if name in module and tuple(module[name].shape) != shape
-    ]
-    if problems:
-        raise CheckpointError(f"the module does not fit the rules: {shorten(problems)}")
-    hf = {}
-    for rule in stored:
-        tensors = rule.split(module[rule.name])
-        hf.update({source.name: t for source, t in zip(rule.sources, tensors, strict=True)})
-    for tied in chosen:
-        if isinstance(tied, Tied) and tied.name in optional:
-            hf[tied.name] = hf[tied.to]
-    return hf
-
-
-def _sources(rules: Sequence[Resolved]) -> dict[str, Source]:
-    expected: dict[str, Source] = {}
-    for rule in rules:
-        for source in rule.sources:
-            if source.name in expected:
-                raise ValueError(f"two rules use {source.name}")
-            expected[source.name] = source
-    return expected
-
-
-def _count(names: Collection[str]) -> str:
-    return f"{len(names)} tensor{'' if len(names) == 1 else 's'}"

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from isomodels.errors import CheckpointError
 from isomodels.registry import ArchSpec, load_object
-from isomodels.weights_conv.rules import to_module
+from isomodels.weights_conv.tables import to_module
 
 
 def convert(

@@ -16,7 +16,8 @@ from isomodels.checkpoint import (
 from isomodels.config import read_config
 from isomodels.errors import CheckpointError, ConfigError
 from isomodels.registry import load_object
-from isomodels.weights_conv.rules import Carried, Tied, resolve, same_bits
+from isomodels.weights_conv.bits import same_bits
+from isomodels.weights_conv.rules import Carried, Tied, resolve
 from tests.hybrid.models import ARCHITECTURES, load_ours, load_theirs
 from tests.kernel.battery import DTYPES, assert_same_bits
 

@@ -15,7 +15,7 @@ from isomodels.config import read_config
 from isomodels.registry import load_object
 from isomodels.vllm import Result
 from isomodels.vllm.versions import V2_RUNNER_VERSIONS, vllm_version
-from isomodels.weights_conv.rules import to_module
+from isomodels.weights_conv.tables import to_module
 
 # For tests of what only these versions have.
 needs_v2_runner = pytest.mark.skipif(

@@ -8,7 +8,8 @@ import torch
 from isomodels.checkpoint import load_checkpoint, open_checkpoint
 from isomodels.errors import CheckpointError
 from isomodels.vllm.weights import convert
-from isomodels.weights_conv.rules import Carried, Tied, to_hf
+from isomodels.weights_conv.rules import Carried, Tied
+from isomodels.weights_conv.tables import to_hf
 from tests.checkpoints import make_mimo, make_qwen3, make_qwen3_moe
 
 MAKERS = {

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from isomodels.errors import CheckpointError
+from isomodels.weights_conv.bits import same_bits
 from isomodels.weights_conv.rules import (
     Carried,
     Concat,
@@ -17,12 +18,9 @@ from isomodels.weights_conv.rules import (
     Source,
     Stack,
     Tied,
-    check_tensors,
     resolve,
-    same_bits,
-    to_hf,
-    to_module,
 )
+from isomodels.weights_conv.tables import check_tensors, to_hf, to_module
 from tests.weights.support import any_bits, raw
 
 SIZE = st.integers(0, 5)

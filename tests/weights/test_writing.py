@@ -1,14 +1,14 @@
 """Writing folders: layout, what is copied and kept, and refusals that leave the old one whole."""
 
 import errno
-import fcntl
 import json
 import os
 import resource
 import stat
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from isomodels.errors import CheckpointError
 from isomodels.weights_conv import write
+from isomodels.weights_conv.bits import HeldTensors
 from isomodels.weights_conv.files import read_tensors, replaced_name
 from isomodels.weights_conv.write import write_checkpoint
 from tests.weights.support import (
@@ -263,39 +264,100 @@ def test_a_full_disk_leaves_the_old_checkpoint(tmp_path: Path) -> None:
     assert left_over(tmp_path) == []
 
 
-class Failing(Mapping[str, Tensor]):
-    """Tensors of which the last cannot be had."""
+class Failing(HeldTensors):
+    """Tensors of which one cannot be had."""
 
     def __getitem__(self, name: str) -> Tensor:
         if name == "b":
             raise RuntimeError("device lost")
         return NEW[name]
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(NEW)
-
-    def __len__(self) -> int:
-        return len(NEW)
-
 
 def test_any_other_failure_leaves_the_old_checkpoint(tmp_path: Path) -> None:
     out = checkpoint(tmp_path / "out")
     with pytest.raises(RuntimeError, match="device lost"):
-        write_checkpoint(out, Failing(), like=out)
+        write_checkpoint(out, Failing(NEW), like=out)
     assert raw_folder(out) == expected(OLD)
     assert left_over(tmp_path) == []
 
 
-def test_clears_what_killed_saves_left_but_not_a_running_one(tmp_path: Path) -> None:
-    dead, running = (tmp_path / f".out.isomodels-partial-{i}" for i in ("dead", "running"))
-    other = tmp_path / ".out2.isomodels-partial-x"
-    for folder in (dead, running, other):
-        folder.mkdir()
-    lock = os.open(running, os.O_RDONLY)
-    fcntl.flock(lock, fcntl.LOCK_EX)
+def test_clears_what_a_killed_save_left(tmp_path: Path) -> None:
+    dead, other = tmp_path / ".out.isomodels-partial", tmp_path / ".out2.isomodels-partial"
+    for folder in (dead, other):
+        write_folder(folder, {"stray.safetensors": OLD})
+        (folder / "deep" / "er").mkdir(parents=True)
     write_checkpoint(tmp_path / "out", OLD)
-    os.close(lock)
-    assert sorted(left_over(tmp_path)) == sorted([running.name, other.name])
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {"model.safetensors"}
+    assert left_over(tmp_path) == [other.name]
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_two_writers_of_one_folder(tmp_path: Path, replaced: bool) -> None:
+    """The second is refused while the first writes, and changes nothing."""
+    out = tmp_path / "out"
+    if replaced:
+        checkpoint(out)
+
+    class Second(HeldTensors):
+        def __getitem__(self, name: str) -> Tensor:
+            with pytest.raises(CheckpointError, match=f"^another process is writing {out}: wait"):
+                write_checkpoint(out, OLD)
+            return NEW[name]
+
+    source = checkpoint(tmp_path / "source")
+    write_checkpoint(out, Second(NEW), like=source)
+    assert raw_folder(out) == expected(NEW)
+    assert left_over(tmp_path) == []
+    write_checkpoint(out, OLD, like=source)  # the lock is gone
+
+
+def test_writers_that_race(tmp_path: Path) -> None:
+    """Many at once: each writes a whole folder or is refused; none meets another's files."""
+    source, out = checkpoint(tmp_path / "source"), tmp_path / "out"
+
+    def write_often() -> None:
+        for _ in range(15):
+            try:
+                write_checkpoint(out, OLD, like=source)
+            except CheckpointError as error:
+                if "another process is writing" not in str(error):
+                    raise
+
+    children = []
+    for _ in range(4):
+        child = os.fork()
+        if child == 0:
+            try:
+                write_often()
+                os._exit(0)
+            finally:
+                os._exit(1)
+        children.append(child)
+    assert [os.waitpid(child, 0)[1] for child in children] == [0] * 4
+    assert raw_folder(out) == expected(OLD)
+    assert left_over(tmp_path) == []
+
+
+def test_a_disk_that_is_too_small_is_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(write.shutil, "disk_usage", lambda _: SimpleNamespace(free=100))
+    with pytest.raises(CheckpointError, match=r"it needs 0\.0 GB and 0\.0 GB are free"):
+        write_checkpoint(tmp_path / "out", OLD)
+    assert left_over(tmp_path) == []
+
+
+def test_the_check_comes_before_the_place(tmp_path: Path) -> None:
+    out = checkpoint(tmp_path / "out")
+
+    def check(folder: Path) -> None:
+        assert raw_folder(folder) == expected(NEW)
+        raise CheckpointError("not good")
+
+    with pytest.raises(CheckpointError, match="not good"):
+        write_checkpoint(out, NEW, like=out, check=check)
+    assert raw_folder(out) == expected(OLD)
+    assert left_over(tmp_path) == []
 
 
 def no_exchange(*_: object) -> bool:
@@ -338,7 +400,7 @@ def test_recovers_from_a_kill_between_two_renames(tmp_path: Path, finished: bool
     if finished:
         checkpoint(out, NEW)
     with pytest.raises(RuntimeError, match="device lost"):
-        write_checkpoint(out, Failing(), like=out if finished else replaced_name(out))
+        write_checkpoint(out, Failing(NEW), like=out if finished else replaced_name(out))
     assert raw_folder(out) == expected(NEW if finished else OLD)
     assert left_over(tmp_path) == []
 

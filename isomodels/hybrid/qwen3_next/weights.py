@@ -4,7 +4,7 @@ from isomodels.hybrid.qwen3_next.config import Qwen3NextConfig
 from isomodels.layers.hybrid_config import HybridConfig
 from isomodels.layers.hybrid_moe import hybrid_moe_rules, moe_shapes
 from isomodels.layers.hybrid_weights import carried_rules, hybrid_rules, mtp_shapes
-from isomodels.weights_conv.rules import Regrouped, Rule, Source
+from isomodels.weights_conv.rules import Grouped, Rule, Source
 
 
 def rules(config: Qwen3NextConfig) -> tuple[Rule, ...]:
@@ -22,10 +22,11 @@ def _projections(prefix: str, config: HybridConfig) -> list[Rule]:
     groups, hidden = config.linear_num_key_heads, config.hidden_size
     heads = config.linear_num_value_heads // groups
     key, values = config.linear_key_head_dim, heads * config.linear_value_head_dim
-    sizes = ((key, key, values, values), (heads, heads))
+    rows = ((key, key, values, values), (heads, heads))
     names = ("in_proj_qkvz.weight", "in_proj_ba.weight")
     parts = tuple(
-        Source(f"{prefix}.{name}", (groups * sum(rows), hidden))
-        for name, rows in zip(names, sizes, strict=True)
+        Source(f"{prefix}.{name}", (groups * sum(one), hidden))
+        for name, one in zip(names, rows, strict=True)
     )
-    return [Regrouped(f"{prefix}.in_proj.weight", parts, groups=groups, sizes=sizes)]
+    sizes = tuple(tuple(groups * n for n in one) for one in rows)
+    return [Grouped(f"{prefix}.in_proj.weight", parts, sizes=sizes, heads=(groups, groups))]
