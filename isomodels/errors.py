@@ -19,3 +19,7 @@ class UnsupportedError(IsoError):
 
 class HostError(IsoError):
     """vLLM or Megatron is missing, or is a version that was not checked."""
+
+
+class ContractError(IsoError):
+    """Two sides that would not give the same bits, or a contract that cannot be read."""

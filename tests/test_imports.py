@@ -23,9 +23,10 @@ MAY_IMPORT = {
     # The registry reads an architecture's config by name; none imports another.
     **dict.fromkeys(FAMILIES, BRICKS),
     "validate": {"kernels", "errors"},
-    **dict.fromkeys(HOSTS, BRICKS | FAMILIES | {"validate"}),
-    "parity": BRICKS | FAMILIES | HOSTS,
-    "cli": BRICKS | FAMILIES | HOSTS | {"parity", "validate"},
+    "contract": BRICKS | FAMILIES | {"validate"},
+    **dict.fromkeys(HOSTS, BRICKS | FAMILIES | {"validate", "contract"}),
+    "parity": BRICKS | FAMILIES | HOSTS | {"contract"},
+    "cli": BRICKS | FAMILIES | HOSTS | {"parity", "validate", "contract"},
 }
 # Leaves that other projects may copy: nothing but these from outside.
 OUTSIDE = {"kernels": {"torch", "triton"}, "weights_conv": {"torch", "safetensors"}}

@@ -10,6 +10,7 @@ from typer.core import TyperGroup
 
 from isomodels import __version__
 from isomodels.cli.check import check
+from isomodels.cli.contract import contract
 from isomodels.cli.convert import convert
 from isomodels.cli.parity import parity
 from isomodels.cli.validate import validate
@@ -39,6 +40,7 @@ app.command()(check)
 app.command()(convert)
 app.command()(parity)
 app.command()(validate)
+app.add_typer(contract, name="contract")
 
 
 def _print_version(asked: bool) -> None:

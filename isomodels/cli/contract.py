@@ -1,0 +1,104 @@
+"""`isomodels contract`: what decides the bits of a model, and what differs between two sides."""
+
+import json as json_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from isomodels.contract import Contract
+
+contract = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="What decides the bits of a model here, and what differs between two sides.",
+)
+Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N: where the model would run.")]
+Dtype = Annotated[
+    str | None, typer.Option(help="float32 or bfloat16; by default the checkpoint's.")
+]
+
+
+@contract.command()
+def show(
+    checkpoint: Annotated[Path, typer.Argument(help="Hugging Face folder, or a contract's JSON.")],
+    device: Device = "cpu",
+    dtype: Dtype = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the whole contract.")] = False,
+) -> None:
+    """Print a model's contract: three digests, and every operation with its schedule.
+
+    Equal `semantic` digests: the same logical model. Equal `numerical_policy` digests: the same
+    bits. `deployment` is what moves no bit.
+
+    Example: isomodels contract show Qwen3-0.6B --device cuda
+    """
+    made = _read(checkpoint, device, dtype)
+    if json:
+        typer.echo(made.to_json())
+        return
+    for name, digest in made.digests.items():
+        typer.echo(f"{name:18}{digest}")
+    policy = made.numerical_policy
+    typer.echo(f"{'architecture':18}{made.semantic['architecture']}")
+    typer.echo(f"{'dtype':18}{policy['dtype']}, {len(policy['pinned'])} tensors pinned")
+    typer.echo(f"{'device':18}{', '.join(f'{k} {v}' for k, v in policy['device'].items())}")
+    for form, parts in policy["forms"].items():
+        cases = [case for case, of in policy["cases"].items() if of == form]
+        typer.echo(f"\n{form}: {', '.join(cases)}")
+        for part, calls in parts.items():
+            typer.echo(f"  {part:20}{', '.join(f'{n} {op}' for op, n in calls.items())}")
+    typer.echo("\nschedules")
+    for name, schedule in policy["schedules"].items():
+        constants = ", ".join(f"{k} = {v}" for k, v in schedule["constants"].items())
+        typer.echo(f"  {name} v{schedule['version']}: {constants or 'a copy'}")
+
+
+@contract.command()
+def diff(
+    left: Annotated[Path, typer.Argument(help="Hugging Face folder, or a contract's JSON.")],
+    right: Annotated[Path, typer.Argument(help="The same.")],
+    device: Device = "cpu",
+    dtype: Dtype = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Name what differs between two contracts, and which digest it moves.
+
+    Exit code: 0 the same model and the same bits; 1 not.
+
+    Example: isomodels contract diff trainer.json engine.json
+    """
+    from isomodels.contract import differences
+
+    found = differences(_read(left, device, dtype), _read(right, device, dtype))
+    if json:
+        typer.echo(json_module.dumps([vars(d) for d in found]))
+    else:
+        for difference in found:
+            typer.echo(str(difference))
+        moved = sorted({d.section for d in found})
+        typer.echo(f"differs in {', '.join(moved)}" if moved else "no difference")
+    if any(d.section != "deployment" for d in found):
+        raise typer.Exit(1)
+
+
+def _read(path: Path, device: str, dtype: str | None) -> "Contract":
+    import torch
+
+    from isomodels.config import DTYPES
+    from isomodels.contract import Contract, contract_of
+    from isomodels.errors import ContractError, UnsupportedError
+
+    if dtype is not None and dtype not in DTYPES:
+        raise UnsupportedError(f"--dtype {dtype}: use one of {', '.join(DTYPES)}")
+    if path.is_file():
+        try:
+            return Contract.from_json(path.read_bytes(), str(path))
+        except OSError as error:
+            raise ContractError(f"{path} cannot be read: {error}") from None
+    try:
+        where = torch.device(device)
+    except RuntimeError:
+        raise UnsupportedError(f"--device {device}: use cpu, cuda or cuda:N") from None
+    return contract_of(path, where, dtype=DTYPES[dtype] if dtype else None)

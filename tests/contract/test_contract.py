@@ -1,0 +1,167 @@
+"""The contract: which digest a change moves, what is refused, and that it tells the truth."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from isomodels.cli.main import app
+from isomodels.contract import SECTIONS, Contract, contract_of, differences, require_same
+from isomodels.contract.build import schedules_of, served
+from isomodels.contract.document import canonical, canonical_json
+from isomodels.contract.operations import CASES, OperationCount
+from isomodels.errors import ContractError, IsoError
+from isomodels.kernels import gemm_tuned
+from isomodels.kernels.schedule import SCHEDULES, Schedule
+from isomodels.registry import architectures, load_object
+from tests.dense.models import load_ours, make, run_packed, tokens
+
+NAMES = sorted(architectures())
+
+
+def tiny(name: str) -> dict:
+    return {**load_object(architectures()[name].tiny), "dtype": "bfloat16"}
+
+
+def moved(left: Contract, right: Contract) -> set[str]:
+    return {name for name in SECTIONS if left.digests[name] != right.digests[name]}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_architecture_has_a_contract_that_survives_json(name):
+    contract = contract_of(tiny(name))
+    again = Contract.from_json(contract.to_json())
+    assert again.digests == contract.digests
+    assert not differences(contract, again)
+    # laid out anew, the content is the same
+    assert Contract.from_json(json.dumps(json.loads(contract.to_json()), indent=2)) == again
+    assert all(served(contract, case) for case in CASES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_constant_of_each_schedule_moves_the_numerical_digest_alone(name, monkeypatch):
+    contract = contract_of(tiny(name))
+    policy = contract.numerical_policy
+    for operation in policy["schedules"]:
+        schedule = SCHEDULES[operation, "torch"]
+        changed = [replace(schedule, version=schedule.version + 1)]
+        for key, value in schedule.constants.items():
+            other = value + 1 if isinstance(value, int) else f"{value}, otherwise"
+            changed.append(replace(schedule, constants={**schedule.constants, key: other}))
+        for one in changed:
+            monkeypatch.setitem(SCHEDULES, (operation, "torch"), one)
+            now = {**policy, "schedules": schedules_of(policy["forms"], "torch")}
+            other = replace(contract, numerical_policy=now)
+            assert moved(contract, other) == {"numerical_policy"}, one
+            monkeypatch.setitem(SCHEDULES, (operation, "torch"), schedule)
+    linear = SCHEDULES["linear", "torch"]
+    monkeypatch.setitem(SCHEDULES, ("linear", "torch"), replace(linear, version=99))
+    assert moved(contract, contract_of(tiny(name))) == {"numerical_policy"}
+
+
+def test_an_operation_that_does_not_run_moves_nothing(monkeypatch):
+    contract = contract_of(tiny("Qwen3ForCausalLM"))
+    other = Schedule("mla_attention", "torch", 99, {"kv_block": 1})
+    monkeypatch.setitem(SCHEDULES, ("mla_attention", "torch"), other)
+    assert not moved(contract, contract_of(tiny("Qwen3ForCausalLM")))
+
+
+def test_tuning_moves_nothing_but_the_deployment(monkeypatch):
+    contract = contract_of(tiny("Qwen3ForCausalLM"), "cuda", capability=(9, 0))
+    monkeypatch.setattr(gemm_tuned, "TUNED", {}, raising=False)
+    assert not moved(contract, contract_of(tiny("Qwen3ForCausalLM"), "cuda", capability=(9, 0)))
+    hosts = [contract_of(tiny("Qwen3ForCausalLM"), host={"layout": x}) for x in ("tp1", "tp2")]
+    assert moved(*hosts) == {"deployment"}
+    require_same(*hosts)
+
+
+def test_what_moves_which_digest():
+    plain = contract_of(tiny("Qwen3ForCausalLM"))
+    raw = tiny("Qwen3ForCausalLM")
+    assert moved(plain, contract_of(raw | {"rope_theta": 5e5})) == {"semantic"}
+    assert moved(plain, contract_of(raw, dtype=torch.float32)) == {"numerical_policy"}
+    gpus = [contract_of(raw, "cuda", capability=c) for c in ((9, 0), (8, 0))]
+    assert moved(*gpus) == {"numerical_policy"}
+    assert "numerical_policy" in moved(plain, gpus[0])
+
+
+def test_the_refusal_names_what_differs_on_both_sides():
+    raw = tiny("Qwen3ForCausalLM")
+    trainer, engine = contract_of(raw), contract_of(raw | {"rms_norm_eps": 1e-5})
+    require_same(trainer, contract_of(raw))
+    with pytest.raises(ContractError, match=r"semantic.*config\.rms_norm_eps: .*1e-06.* against"):
+        require_same(trainer, engine)
+    with pytest.raises(ContractError, match=r"numerical_policy\.dtype: \"bfloat16\" against"):
+        require_same(contract_of(raw, dtype=torch.bfloat16), contract_of(raw, dtype=torch.float32))
+
+
+def test_floats_are_bit_patterns():
+    close = 0.1 + 0.2
+    assert canonical_json({"x": close}) != canonical_json({"x": 0.3})
+    assert canonical_json({"x": 0.0}) != canonical_json({"x": -0.0})
+    assert canonical_json({"x": 1.0}) != canonical_json({"x": 1})
+    assert canonical({"x": 1.0}) == {"x": "float64 bits 3ff0000000000000"}
+    with pytest.raises(TypeError, match="set"):
+        canonical({"x": {1}})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda d: d["numerical_policy"].update(dtype="float32"),
+        lambda d: d["digests"].update(semantic="0" * 64),
+        lambda d: d.pop("deployment"),
+        lambda d: d.pop("digests"),
+        lambda d: d.update(format=0),
+    ],
+)
+def test_a_changed_document_is_refused(change):
+    document = json.loads(contract_of(tiny("Qwen3ForCausalLM")).to_json())
+    change(document)
+    with pytest.raises(ContractError):
+        Contract.from_json(json.dumps(document))
+    with pytest.raises(ContractError, match="no JSON"):
+        Contract.from_json(b"\xff{")
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mimo"])
+def test_the_stated_operations_are_those_that_run(tmp_path, name):
+    folder = make(name, tmp_path / name)
+    contract, model, ids = contract_of(folder), load_ours(folder), tokens(20)
+    with torch.no_grad(), OperationCount() as ran:
+        model.token_logprobs(run_packed(model, ids), ids)
+    form = contract.numerical_policy["forms"]["packed"]
+    assert ran.counts == {**form["forward"], **form["logprobs"]}
+    assert set(ran.counts) == served(contract, "trainer_forward")
+
+
+def test_the_command(tmp_path):
+    run = CliRunner().invoke
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    raw = tiny("Qwen3ForCausalLM")
+    (tmp_path / "a" / "config.json").write_text(json.dumps(raw))
+    (tmp_path / "b" / "config.json").write_text(json.dumps(raw | {"rope_theta": 5e5}))
+    shown = run(app, ["contract", "show", str(tmp_path / "a")])
+    assert shown.exit_code == 0
+    assert contract_of(raw).digests["numerical_policy"] in shown.stdout
+    stored = tmp_path / "a.json"
+    stored.write_text(run(app, ["contract", "show", str(tmp_path / "a"), "--json"]).stdout)
+    same = run(app, ["contract", "diff", str(stored), str(tmp_path / "a")])
+    assert (same.exit_code, same.stdout) == (0, "no difference\n")
+    other = run(app, ["contract", "diff", str(stored), str(tmp_path / "b"), "--json"])
+    assert other.exit_code == 1
+    assert [d["path"] for d in json.loads(other.stdout)] == ["config.rope_theta"]
+    for wrong in (["show", str(tmp_path)], ["show", str(tmp_path / "a"), "--dtype", "int8"]):
+        refused = run(app, ["contract", *wrong])
+        assert refused.exit_code == 2
+        assert refused.stderr.startswith("error: ")
+
+
+def test_a_device_that_is_not_here_is_refused():
+    with pytest.raises(IsoError, match="cuda"):
+        contract_of(tiny("Qwen3ForCausalLM"), "cuda:77")
+    with pytest.raises(IsoError, match="capability"):
+        contract_of(tiny("Qwen3ForCausalLM"), "cpu", capability=(9, 0))
