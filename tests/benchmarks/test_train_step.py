@@ -48,6 +48,13 @@ def test_lines_of_the_table():
     assert "2.00 against 1.00 GiB" in memory.note
 
 
+def test_runs_in_turns_are_taken_together():
+    both = train_step.merged(result(), result(step_ms=[4.0, 4.0, 4.0], peak_bytes=2**32))
+    time, memory = train_step.compare(both, result(step_ms=[3.0]), "shape", "torch", 1.0)
+    assert (time.ratio, both["peak_bytes"]) == (1.0, 2**32)
+    assert time.spread > 0.5
+
+
 def test_another_function_is_no_baseline():
     with pytest.raises(RuntimeError, match=r"not the same function: loss 10\.0 against 11"):
         train_step.compare(result(), result(loss=11.0), "shape", "torch", 1.0)
