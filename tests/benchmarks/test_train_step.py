@@ -50,7 +50,7 @@ def test_lines_of_the_table():
 
 def test_runs_in_turns_are_taken_together():
     both = train_step.merged(result(), result(step_ms=[4.0, 4.0, 4.0], peak_bytes=2**32))
-    time, memory = train_step.compare(both, result(step_ms=[3.0]), "shape", "torch", 1.0)
+    time, _ = train_step.compare(both, result(step_ms=[3.0]), "shape", "torch", 1.0)
     assert (time.ratio, both["peak_bytes"]) == (1.0, 2**32)
     assert time.spread > 0.5
 
