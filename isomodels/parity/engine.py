@@ -4,7 +4,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from isomodels.config import read_config
-from isomodels.parity.workload import BLOCK_SIZE, Workload
+from isomodels.layers.hybrid_config import HybridConfig
+from isomodels.layers.mla_config import LatentMoEConfig
+from isomodels.parity.workload import BLOCK_SIZE, Workload, page_of
 from isomodels.vllm.engine import Engine, Request, Result, Step
 
 
@@ -49,12 +51,20 @@ def device_limits(checkpoint: str, device: str, num_blocks: int) -> dict[str, An
     if device == "cpu":
         return {}
     _, config = read_config(checkpoint)
-    numbers_a_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    if isinstance(config, HybridConfig):
+        # A page is one of keys or one state: a layer of each group shares its memory.
+        page = page_of(config)[1] * len(config.layers_of("full_attention"))
+    elif isinstance(config, LatentMoEConfig):
+        page = _page(config, config.latent_width)
+    else:
+        page = _page(config, 2 * config.num_key_value_heads * config.head_dim)
     return {
         "enforce_eager": False,
         "gpu_memory_utilization": 0.02,  # only asked to be free at the start
-        "kv_cache_memory_bytes": num_blocks
-        * BLOCK_SIZE
-        * numbers_a_token
-        * config.torch_dtype.itemsize,
+        "kv_cache_memory_bytes": num_blocks * page,
     }
+
+
+def _page(config: Any, numbers: int) -> int:
+    """Bytes of a page of all layers, of so many numbers a token and layer."""
+    return BLOCK_SIZE * config.num_hidden_layers * numbers * config.torch_dtype.itemsize

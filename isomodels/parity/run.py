@@ -161,8 +161,7 @@ def run_parity(
             f"{workload.max_model_len}, it is {config.max_position_embeddings}"
         )
     if spec.family == "hybrid":
-        counts = [len(config.layers_of(kind)) for kind in ("linear_attention", "full_attention")]
-        workload = with_states(workload, -(-counts[0] // counts[1]))
+        workload = with_states(workload, config)
     report = Report(
         architecture=spec.architecture,
         checkpoint=str(checkpoint),

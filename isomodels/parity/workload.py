@@ -1,13 +1,16 @@
 """What parity asks of the engine: prompts that lead into every case, and text to draw them from."""
 
 import inspect
+import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from isomodels.errors import CheckpointError
+from isomodels.errors import CheckpointError, UnsupportedError
+from isomodels.layers.gated_delta import state_layout
+from isomodels.layers.hybrid_config import HybridConfig
 from isomodels.vllm.results import Request
 
 BLOCK_SIZE = 16
@@ -16,6 +19,9 @@ _SHORT = (1, 2, 3, 7, 15, 16, 17, 31, 33, 47, 63, 64, 65, 100)
 _LONG = (257, 300, 400)
 # Around and beyond the 2,048 keys after which the GPU's attention merges segments.
 _LONGER = (1000, 2047, 2048, 2049, 4095, 4096, 4097, 5003, 6200)
+
+_CROWD_TOKENS = 100  # sampled by each of a crowd
+_SPARE = 16  # pages, where a page holds many tokens
 
 _EMPTYING_LEAST = 8  # tokens of the first to end: by then all have come
 
@@ -36,6 +42,9 @@ class Workload:
             without.
         emptying_tokens: what the longest of them samples.
         microbatch: tokens of a microbatch of the trainer.
+        crossing: requests of the crowd whose sequences end in their second page, where only
+            these ask for more pages than they began with.
+        page: tokens of a page.
     """
 
     max_model_len: int
@@ -48,6 +57,8 @@ class Workload:
     emptying: int
     emptying_tokens: int
     microbatch: int
+    crossing: int = 0
+    page: int = BLOCK_SIZE
 
     def engine_limits(self) -> dict[str, Any]:
         """Arguments of `vllm.LLM`."""
@@ -91,7 +102,19 @@ WORKLOADS = {
 }
 
 
-def with_states(workload: Workload, groups: int) -> Workload:
+def page_of(config: HybridConfig) -> tuple[int, int]:
+    """Tokens and bytes of a page of one attention layer: as large as one recurrent state.
+
+    As vLLM makes them equal, from `BLOCK_SIZE` on.
+    """
+    token = 2 * config.num_key_value_heads * config.head_dim * config.torch_dtype.itemsize
+    layout = state_layout(config, config.torch_dtype)
+    state = sum(math.prod(shape) * dtype.itemsize for shape, dtype in layout)
+    tokens = BLOCK_SIZE * -(-state // (BLOCK_SIZE * token))
+    return tokens, tokens * token
+
+
+def with_states(workload: Workload, config: HybridConfig) -> Workload:
     """The workload for a model with recurrent states.
 
     vLLM then ends each step of a prompt at the edge of a block, so that only prompts within one
@@ -99,8 +122,27 @@ def with_states(workload: Workload, groups: int) -> Workload:
 
     Args:
         workload: that of a model without.
-        groups: into how many groups vLLM deals the recurrent layers, each with its own blocks.
+        config: of the model.
+
+    Raises:
+        UnsupportedError: if no sequence of the workload would reach its second page.
     """
+    counts = [len(config.layers_of(kind)) for kind in ("linear_attention", "full_attention")]
+    groups = -(-counts[0] // counts[1])  # of recurrent layers, each with its own blocks
+    page, _ = page_of(config)
+    if page > BLOCK_SIZE:
+        if page + _CROWD_TOKENS > workload.max_model_len or page > workload.max_num_batched_tokens:
+            raise UnsupportedError(
+                f"a recurrent state of this model fills a page of {page} tokens, which no step of "
+                "this workload does: use --workload full"
+            )
+        return replace(
+            workload,
+            # every sequence has a page of keys and a state a group; vLLM keeps one
+            num_blocks=(1 + groups) * workload.max_num_seqs + 1 + _SPARE,
+            crossing=3 * _SPARE,
+            page=page,
+        )
     return replace(
         workload,
         # of each sequence, the running state and the one that is copied to the next block
@@ -179,11 +221,17 @@ def rounds(source: PromptSource, device: str, workload: Workload) -> Iterator[Ro
             for request in _sharing(source, length, count)
         ],
     )
-    crowd = [Request(source.draw(60 + i % 64), max_tokens=100) for i in range(workload.crowded)]
-    yield Round("more sequences than pages", crowd)
+    yield Round("more sequences than pages", _crowd(source, workload))
     if device == "cuda":
         yield Round("a batch that empties, with CUDA graphs", _emptying(source, workload))
         yield Round("a batch that empties, without", _emptying(source, workload), graphs=False)
+
+
+def _crowd(source: PromptSource, workload: Workload) -> list[Request]:
+    edge = workload.page - _CROWD_TOKENS + 1  # their samples cross it
+    lengths = [edge + i % 64 for i in range(workload.crossing)]
+    lengths += [60 + i % 64 for i in range(workload.crossing, workload.crowded)]
+    return [Request(source.draw(n), max_tokens=_CROWD_TOKENS) for n in lengths]
 
 
 def _sharing(source: PromptSource, length: int, count: int) -> Iterator[Request]:

@@ -44,7 +44,7 @@ class IsoModelsForCausalLM(nn.Module):
         self.normalize = model_config.logprobs_mode == "raw_logits"
         if not self.normalize:
             # The V2 model runner asks a model for its state, which owns the sampler.
-            self.get_model_state_cls = _normalizing_state
+            self.get_model_state_cls = self.normalizing_state
         device = torch.device(vllm_config.device_config.device)
         # Here, in the worker, which has the device; the front end must not start CUDA.
         require_validated(device, dtype=model_config.dtype, head_dim=self.config.head_dim)
@@ -58,6 +58,13 @@ class IsoModelsForCausalLM(nn.Module):
             self.routes = RouteBuffer(self.core, most, vllm_config.device_config.device)
         context = vllm_config.compilation_config.static_forward_context
         context.update({layer.name: layer for layer in self.layers})
+
+    @staticmethod
+    def normalizing_state() -> type:
+        """The class of the V2 model runner's state that samples from normalised logprobs."""
+        from isomodels.vllm.sampling_v2 import NormalizingState  # the V2 runner's modules
+
+        return NormalizingState
 
     def cache_layers(self, prefix: str, dtype: torch.dtype) -> list[Any]:
         """What vLLM allocates memory for: the pages of each decoder layer, those of keys first."""
@@ -147,9 +154,3 @@ class IsoModelsForCausalLM(nn.Module):
         bounds = [*range(0, num_tokens, self.max_model_len), num_tokens]
         device = next(self.core.parameters()).device
         return Batch.packed(torch.tensor(bounds, dtype=torch.int32, device=device))
-
-
-def _normalizing_state() -> type:
-    from isomodels.vllm.sampling_v2 import NormalizingState  # the V2 runner's modules
-
-    return NormalizingState

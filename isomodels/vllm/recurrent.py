@@ -44,6 +44,8 @@ class StateStep:
 class StateBuilder(AttentionMetadataBuilder[StateStep]):
     """Finds each sequence's block from device tensors, without reading one back."""
 
+    # A captured graph holds `slots`, which is filled anew for each replay. The lanes that vLLM
+    # pads it with have no new tokens, so that whatever block they name is not touched.
     _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
     def __init__(
@@ -54,6 +56,9 @@ class StateBuilder(AttentionMetadataBuilder[StateStep]):
         device: torch.device,
     ):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        most = vllm_config.scheduler_config.max_num_seqs
+        padded = vllm_config.compilation_config.max_cudagraph_capture_size or 0
+        self.slots = torch.zeros(max(most, padded), dtype=torch.int32, device=device)
 
     def build(
         self,
@@ -70,7 +75,9 @@ class StateBuilder(AttentionMetadataBuilder[StateStep]):
             self.kv_cache_spec,
             self.vllm_config.cache_config.mamba_cache_mode,
         )
-        return StateStep(blocks[:, 0])
+        slots = self.slots[: step.num_reqs]
+        slots.copy_(blocks[:, 0])
+        return StateStep(slots)
 
 
 class StateBackend(AttentionBackend):
@@ -153,6 +160,13 @@ class IsoModelsHybridForCausalLM(IsoModelsForCausalLM):
         """The same by type of state."""
         return dict.fromkeys(mamba_types, cls.get_mamba_state_copy_func())
 
+    @staticmethod
+    def normalizing_state() -> type:
+        """See the base class: one that also copies states from block to block."""
+        from isomodels.vllm.sampling_v2 import NormalizingHybridState
+
+        return NormalizingHybridState
+
     def cache_layers(self, prefix: str, dtype: torch.dtype) -> list[AttentionLayerBase]:
         """Pages for the attention layers, then states for the others."""
         config = self.config
@@ -199,11 +213,6 @@ def prepare(vllm_config: Any) -> None:
     cache = vllm_config.cache_config
     own_dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
     refusals = (
-        (
-            bool(vllm_config.use_v2_model_runner),
-            "the V2 model runner was not checked with recurrent state: set "
-            "VLLM_USE_V2_MODEL_RUNNER=0",
-        ),
         (
             cache.mamba_ssm_cache_dtype not in ("auto", "float32"),
             f"--mamba-ssm-cache-dtype {cache.mamba_ssm_cache_dtype} is not supported: the state "

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 from vllm.sampling_params import SamplingParams
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext, LogitsProcessor
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
@@ -66,3 +67,7 @@ class NormalizingState(DefaultModelState):
             return_sampling_mask=sampler.return_sampling_mask,
         )
         return ours, None
+
+
+class NormalizingHybridState(NormalizingState, MambaHybridModelState):
+    """The same for a model with recurrent state."""

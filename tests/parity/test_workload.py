@@ -11,9 +11,18 @@ import torch
 from isomodels.batch import Batch
 from isomodels.checkpoint import load_checkpoint
 from isomodels.config import read_config
+from isomodels.errors import UnsupportedError
 from isomodels.parity.checkpoints import random_checkpoint
 from isomodels.parity.run import run_parity
-from isomodels.parity.workload import BLOCK_SIZE, WORKLOADS, PromptSource, Round, rounds
+from isomodels.parity.workload import (
+    BLOCK_SIZE,
+    WORKLOADS,
+    PromptSource,
+    Round,
+    page_of,
+    rounds,
+    with_states,
+)
 
 CONFIGS = Path(__file__).parents[1] / "data" / "configs"
 
@@ -51,11 +60,36 @@ def test_the_full_workload_reaches_beyond_two_segments_and_every_batch_size() ->
     assert sum(size % 2 for size in set(sizes)) > 40
 
 
-@pytest.mark.parametrize("name", ["qwen3-0.6b", "qwen3-8b", "mimo-7b"])
+HYBRIDS = ["qwen3.5-9b", "qwen3.5-35b-a3b"]
+
+
+@pytest.mark.parametrize("name", ["qwen3-0.6b", "qwen3-8b", "mimo-7b", *HYBRIDS])
 def test_configs_of_real_models(name: str) -> None:
     _, config = read_config(CONFIGS / name)
     assert config.max_position_embeddings >= WORKLOADS["full"].max_model_len
     assert config.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_pages_as_large_as_a_state(name: str) -> None:
+    _, config = read_config(CONFIGS / name)
+    workload = with_states(WORKLOADS["full"], config)
+    page, size = page_of(config)
+    assert workload.page == page
+    assert size % page == 0
+    state = 4 * (32 * 128 * 128 + 64 * 32 * 128 + 64 * 32) + 2 * (64 * 16 * 128 + 3 * 8192)
+    assert size - BLOCK_SIZE * size // page < state <= size
+    made = list(rounds(PromptSource(Path("nowhere"), 1000, 0), "cuda", workload))
+    _, _, crowd, graphs, _ = made
+    pages = 1 + 3  # of keys, and a state of each group of recurrent layers
+    assert len(crowd.requests) == workload.max_num_seqs
+    assert pages * len(graphs.requests) < workload.num_blocks
+    assert all(len(r.prompt) + r.max_tokens < page for r in graphs.requests)
+    ends = [(len(r.prompt), len(r.prompt) + r.max_tokens) for r in crowd.requests]
+    crossing = sum(first <= page < last for first, last in ends)
+    assert pages * len(ends) + crossing > workload.num_blocks + 16
+    with pytest.raises(UnsupportedError, match="use --workload full"):
+        with_states(WORKLOADS["quick"], config)
 
 
 @pytest.mark.parametrize("name", ["qwen3-0.6b", "qwen3-8b", "mimo-7b"])
