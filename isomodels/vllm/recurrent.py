@@ -59,6 +59,10 @@ class StateBuilder(AttentionMetadataBuilder[StateStep]):
         most = vllm_config.scheduler_config.max_num_seqs
         padded = vllm_config.compilation_config.max_cudagraph_capture_size or 0
         self.slots = torch.zeros(max(most, padded), dtype=torch.int32, device=device)
+        if device.type == "cuda":
+            # Where a builder has this field, the V2 runner finds the blocks of all groups in one
+            # launch, at an address that stays: [num_seqs, 1].
+            self.mamba_aligned_state_indices: Tensor | None = None
 
     def build(
         self,
@@ -69,6 +73,9 @@ class StateBuilder(AttentionMetadataBuilder[StateStep]):
     ) -> StateStep:
         """See the base class."""
         step = common_attn_metadata
+        found = getattr(self, "mamba_aligned_state_indices", None)
+        if found is not None:
+            return StateStep(found[: step.num_reqs, 0])
         blocks = mamba_get_block_table_tensor(
             step.block_table_tensor[: step.num_reqs],
             step.seq_lens[: step.num_reqs],
