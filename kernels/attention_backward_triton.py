@@ -109,10 +109,17 @@ def _key_gradients(
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["num_seqs"])
+@triton.jit
+def _rows_to_write(seq, num_seqs, first_row, num_rows, num_tokens):
+    """Rows that the tiles of a sequence write: the last one's also write zeros to the tokens after
+    it, for which they suffice, whatever its start."""
+    return tl.where(seq == num_seqs - 1, num_tokens - first_row, num_rows)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_seqs"])
 def _dkdv(
     q_ptr, k_ptr, v_ptr, grad_ptr, q_desc, grad_desc, terms_desc, terms_ptr, dk_ptr, dv_ptr,
-    cu_seqlens, scale, scale_log2, num_slots, num_seqs, num_heads,
+    cu_seqlens, scale, scale_log2, num_tokens, num_slots, num_seqs, num_heads,
     stride_qt, stride_qh, stride_kt, stride_kh,
     GROUP: tl.constexpr, TMA: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr,
@@ -123,16 +130,20 @@ def _dkdv(
     seq, tile = find_tile(cu_seqlens, tl.program_id(0) // num_kv_heads, num_seqs, BLOCK_N)
     first_row = tl.load(cu_seqlens + seq)
     num_rows = tl.load(cu_seqlens + seq + 1) - first_row
-    if tile * BLOCK_N >= num_rows:
-        return
+    written = _rows_to_write(seq, num_seqs, first_row, num_rows, num_tokens)
     offset = first_row.to(tl.int64)
-    q_ptr += offset * stride_qt
-    grad_ptr += offset * num_heads * D
-    first_slot = (first_row // BLOCK_M + seq) * BLOCK_M
-
     keys = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     dim = tl.arange(0, D)
     valid = (keys < num_rows)[:, None]
+    out_at = ((offset + keys)[:, None] * num_kv_heads + kv_head) * D + dim[None, :]
+    if tile * BLOCK_N >= num_rows:
+        zeros = tl.zeros([BLOCK_N, D], dk_ptr.dtype.element_ty)
+        tl.store(dk_ptr + out_at, zeros, mask=(keys < written)[:, None])
+        tl.store(dv_ptr + out_at, zeros, mask=(keys < written)[:, None])
+        return
+    q_ptr += offset * stride_qt
+    grad_ptr += offset * num_heads * D
+    first_slot = (first_row // BLOCK_M + seq) * BLOCK_M
     at = (offset + keys)[:, None] * stride_kt + kv_head * stride_kh + dim[None, :]
     k = tl.load(k_ptr + at, mask=valid, other=0.0)
     v = tl.load(v_ptr + at, mask=valid, other=0.0)
@@ -153,9 +164,10 @@ def _dkdv(
             first_row, num_rows, first_slot, num_slots, head, num_heads, turn, last, scale_log2,
             stride_qt, stride_qh, TMA, False, BLOCK_M, D,
         )  # fmt: skip
-    out_at = ((offset + keys)[:, None] * num_kv_heads + kv_head) * D + dim[None, :]
-    tl.store(dk_ptr + out_at, (dk * scale).to(dk_ptr.dtype.element_ty), mask=valid)
-    tl.store(dv_ptr + out_at, dv.to(dv_ptr.dtype.element_ty), mask=valid)
+    dk = tl.where(valid, dk * scale, 0.0).to(dk_ptr.dtype.element_ty)
+    dv = tl.where(valid, dv, 0.0).to(dv_ptr.dtype.element_ty)
+    tl.store(dk_ptr + out_at, dk, mask=(keys < written)[:, None])
+    tl.store(dv_ptr + out_at, dv, mask=(keys < written)[:, None])
 
 
 @triton.jit
@@ -180,10 +192,10 @@ def _query_gradient(
     return dq
 
 
-@triton.jit(do_not_specialize=["num_tiles", "num_seqs"])
+@triton.jit(do_not_specialize=["num_tokens", "num_tiles", "num_seqs"])
 def _dq(
     q_ptr, k_ptr, v_ptr, grad_ptr, k_desc, v_desc, terms_ptr, dq_ptr,
-    cu_seqlens, scale, scale_log2, num_tiles, num_slots, num_seqs, num_heads,
+    cu_seqlens, scale, scale_log2, num_tokens, num_tiles, num_slots, num_seqs, num_heads,
     stride_qt, stride_qh, stride_kt, stride_kh,
     GROUP: tl.constexpr, TMA: tl.constexpr, SLOT_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr,
@@ -193,18 +205,21 @@ def _dq(
     seq, tile = find_tile(cu_seqlens, reverse, num_seqs, BLOCK_M)
     first_row = tl.load(cu_seqlens + seq)
     num_rows = tl.load(cu_seqlens + seq + 1) - first_row
-    if tile * BLOCK_M >= num_rows:
-        return
+    written = _rows_to_write(seq, num_seqs, first_row, num_rows, num_tokens)
     offset = first_row.to(tl.int64)
-    k_ptr += offset * stride_kt + (head // GROUP) * stride_kh
-    v_ptr += offset * stride_kt + (head // GROUP) * stride_kh
-
     rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     dim = tl.arange(0, D)
     valid = rows < num_rows
     tokens = offset + rows
-    q_at = tokens[:, None] * stride_qt + head * stride_qh + dim[None, :]
     out_at = (tokens[:, None] * num_heads + head) * D + dim[None, :]
+    if tile * BLOCK_M >= num_rows:
+        zeros = tl.zeros([BLOCK_M, D], dq_ptr.dtype.element_ty)
+        tl.store(dq_ptr + out_at, zeros, mask=(rows < written)[:, None])
+        return
+    k_ptr += offset * stride_kt + (head // GROUP) * stride_kh
+    v_ptr += offset * stride_kt + (head // GROUP) * stride_kh
+
+    q_at = tokens[:, None] * stride_qt + head * stride_qh + dim[None, :]
     q = tl.load(q_ptr + q_at, mask=valid[:, None], other=0.0)
     grad = tl.load(grad_ptr + out_at, mask=valid[:, None], other=0.0)
     terms_ptr += head.to(tl.int64) * num_slots + (first_row // SLOT_BLOCK + seq) * SLOT_BLOCK
@@ -222,7 +237,8 @@ def _dq(
         dq, q, grad, lse, delta, rows, k_ptr, v_ptr, k_desc, v_desc, first_row, num_rows,
         (head // GROUP) * D, turn, last, scale_log2, stride_kt, TMA, True, BLOCK_N, D,
     )  # fmt: skip
-    tl.store(dq_ptr + out_at, (dq * scale).to(dq_ptr.dtype.element_ty), mask=valid[:, None])
+    dq = tl.where(valid[:, None], dq * scale, 0.0).to(dq_ptr.dtype.element_ty)
+    tl.store(dq_ptr + out_at, dq, mask=(rows < written)[:, None])
 
 
 def attention_backward(
@@ -237,9 +253,10 @@ def attention_backward(
     q, k, v, grad = unit_rows(q), unit_rows(k), unit_rows(v), grad.contiguous()
     if k.stride() != v.stride():
         k, v = k.contiguous(), v.contiguous()
-    # Tokens after the last sequence, if any, have no gradient.
-    dq, dk, dv = (torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    # The kernels write every row: tokens after the last sequence, if any, have no gradient.
     num_seqs = len(cu_seqlens) - 1
+    make = torch.empty if num_seqs > 0 else torch.zeros
+    dq, dk, dv = (make(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     if not num_tokens or num_seqs <= 0:
         return dq, dk, dv
     keys_config, query_config = map(dict, configs or backward_configs(head_dim, q.dtype))
@@ -264,14 +281,14 @@ def attention_backward(
         maps = (tensor_map(q, block), tensor_map(grad, block), terms_map)
     tiles = num_tokens // keys_config["BLOCK_N"] + num_seqs
     _dkdv[(tiles * num_kv_heads,)](
-        q, k, v, grad, *maps, terms, dk, dv, cu_seqlens, scale, scale * LOG2E, num_slots, num_seqs,
-        num_heads, *strides, TMA=keys_tma, **shared, **keys_config,
+        q, k, v, grad, *maps, terms, dk, dv, cu_seqlens, scale, scale * LOG2E, num_tokens,
+        num_slots, num_seqs, num_heads, *strides, TMA=keys_tma, **shared, **keys_config,
     )  # fmt: skip
     step = query_config["BLOCK_N"]
     maps = (tensor_map(k, step), tensor_map(v, step)) if query_tma else (None, None)
     tiles = num_tokens // query_config["BLOCK_M"] + num_seqs
     _dq[(tiles * num_heads,)](
-        q, k, v, grad, *maps, terms, dq, cu_seqlens, scale, scale * LOG2E, tiles, num_slots,
-        num_seqs, num_heads, *strides, TMA=query_tma, SLOT_BLOCK=block, **shared, **query_config,
+        q, k, v, grad, *maps, terms, dq, cu_seqlens, scale, scale * LOG2E, num_tokens, tiles,
+        num_slots, num_seqs, num_heads, *strides, TMA=query_tma, SLOT_BLOCK=block, **shared, **query_config,
     )  # fmt: skip
     return dq, dk, dv

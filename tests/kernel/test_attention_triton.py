@@ -183,6 +183,32 @@ def check_gradients(case, bound, configs=(None,)):
             assert relative_rms(one, exactly) < bound, f"d{name}, {config}"
 
 
+def check_tokens_after_the_last_sequence(case, count, configs=None):
+    """They have no gradient, and take nothing from the others': every row is written."""
+    from isomodels.kernels.attention_backward_triton import attention_backward
+
+    grad = hard(*case.q.shape, kind="normal", seed=9, dtype=case.q.dtype).to(case.device)
+    inputs = (grad, case.q, case.k, case.v, case.packed()[0])
+    lse = case.packed()[1]
+
+    def padded(x):
+        return torch.cat((x, x[:1].expand(count, *x.shape[1:])))
+
+    right = attention_backward(*inputs[:4], case.cu_seqlens, inputs[4], lse, case.scale, configs)
+    longer = [padded(x) for x in inputs]
+    torch.use_deterministic_algorithms(True)  # memory comes filled with NaN
+    try:
+        after = attention_backward(
+            *longer[:4], case.cu_seqlens, longer[4], padded(lse), case.scale, configs
+        )
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for name, one, exactly in zip("qkv", after, right, strict=True):
+        n = len(exactly)
+        assert_same(one[:n], exactly, f"d{name}, {count} tokens after the last sequence")
+        assert not one[n:].any(), f"d{name} of {count} tokens after the last sequence"
+
+
 def check_accuracy(case, bound):
     out, lse = case.packed()
     right, sums = exact(*(x.double() for x in (case.q, case.k, case.v)), case.starts, case.scale)
@@ -225,6 +251,9 @@ def interpreted():
     queries = {"BLOCK_M": 32, "BLOCK_N": 16}
     pairs = [({**keys, "TMA": tma}, {**queries, "TMA": tma}) for tma in (True, False)]
     check_gradients(case, 1e-6, pairs)
+    for lengths, count in (([1, 0, 70, 20], 75), ([20, 0], 1), ([33], 31)):
+        case = Case(lengths, 1, 2, 32, FP32, "cpu")
+        check_tokens_after_the_last_sequence(case, count, pairs[0])
 
 
 @pytest.mark.gpu
@@ -258,6 +287,13 @@ def test_accuracy_and_gradients(kv_heads, group, dim):
     case = Case([1, 17, 0, 300, 1000, 2500], kv_heads, group, dim, BF16, "cuda")
     check_accuracy(case, 6e-3)
     check_gradients(case, 1e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("count", [1, 63, 300])
+def test_gradients_of_tokens_after_the_last_sequence(count):
+    case = Case([17, 1000, 0, 100], 2, 4, 128, BF16, "cuda")
+    check_tokens_after_the_last_sequence(case, count)
 
 
 @pytest.mark.gpu
