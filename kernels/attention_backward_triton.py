@@ -289,6 +289,7 @@ def attention_backward(
     tiles = num_tokens // query_config["BLOCK_M"] + num_seqs
     _dq[(tiles * num_heads,)](
         q, k, v, grad, *maps, terms, dq, cu_seqlens, scale, scale * LOG2E, num_tokens, tiles,
-        num_slots, num_seqs, num_heads, *strides, TMA=query_tma, SLOT_BLOCK=block, **shared, **query_config,
+        num_slots, num_seqs, num_heads, *strides, TMA=query_tma, SLOT_BLOCK=block, **shared,
+        **query_config,
     )  # fmt: skip
     return dq, dk, dv
