@@ -128,22 +128,25 @@ class Engine:
     def __init__(self, model: torch.nn.Module, lengths: list[int], block_size: int = 16):
         config = model.config
         heads, dim, dtype = config.num_key_value_heads, config.head_dim, config.torch_dtype
-        self.model = model
+        self.model, self.device = model, next(model.parameters()).device
+        at = {"order": (1, 0, 2, 3), "device": self.device}
         self.pages = [
-            Pages(lengths, heads, dim, block_size, dtype, order=(1, 0, 2, 3))
+            Pages(lengths, heads, dim, block_size, dtype, **at)
             for _ in config.layers_of("full_attention")
         ]
         count = len(lengths)
         self.states = [
             [
-                torch.full((count + 3, *shape), torch.nan, dtype=of)
+                torch.full((count + 3, *shape), torch.nan, dtype=of, device=self.device)
                 for shape, of in state_layout(config, dtype)
             ]
             for _ in config.layers_of("linear_attention")
         ]
         # another order in each layer, as vLLM's groups of layers have
         self.slots = [
-            torch.randperm(count + 3, generator=torch.Generator().manual_seed(i))[:count].int()
+            torch.randperm(count + 3, generator=torch.Generator().manual_seed(i))[:count]
+            .int()
+            .to(self.device)
             for i in range(len(self.states))
         ]
         self.done = [0] * count
@@ -157,8 +160,8 @@ class Engine:
             self.done[i] = end
         spans = list(zip(sequences, starts, ends, strict=True))
         batch = Batch(
-            cu_seqlens_q=bounds([len(ids) for ids in new.values()]),
-            seq_lens=torch.tensor(ends, dtype=torch.int32),
+            cu_seqlens_q=bounds([len(ids) for ids in new.values()]).to(self.device),
+            seq_lens=torch.tensor(ends, dtype=torch.int32, device=self.device),
             max_seqlen_q=max(len(ids) for ids in new.values()),
             max_seqlen_k=max(ends),
             paged=PagedKV(
@@ -169,4 +172,4 @@ class Engine:
             states=PagedStates(self.states, [slots[sequences] for slots in self.slots]),
         )
         positions = torch.cat([torch.arange(start, end) for _, start, end in spans])
-        return self.model(torch.cat(list(new.values())), positions, batch)
+        return self.model(torch.cat(list(new.values())), positions.to(self.device), batch)
