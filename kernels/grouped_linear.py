@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isomodels.kernels.cpu_only import refuse_gpu
 from isomodels.kernels.fixed_order import TILE_COLUMNS, TILE_ROWS, matmul_nt, one_thread
 from isomodels.kernels.schedule import Schedule, declare
 
@@ -23,6 +22,19 @@ SCHEDULE = declare(
             "k_partition": 1,
             "tile_rows": TILE_ROWS,
             "tile_columns": TILE_COLUMNS,
+        },
+    )
+)
+
+TRITON_SCHEDULE = declare(
+    Schedule(
+        operation="grouped_linear",
+        backend="triton",
+        version=1,
+        constants={
+            "accumulate": "float32 on the matrix units, K in order",
+            "k_partition": 1,
+            "float32_operands": "ieee",
         },
     )
 )
@@ -42,7 +54,8 @@ def grouped_linear(
         x: with `order` [T, K], a row a token, read where its slots lie; else [R, K], a row a place.
             float32 or bfloat16.
         weight: [E, N, K], dtype of `x`.
-        offsets: [E + 1] int32 from `moe_sort`, from 0 to R.
+        offsets: [E + 1] int32 from `moe_sort`, from 0 to R. On a GPU no offset is looked at, since
+            that would wait for the device.
         order: [R] int32 from `moe_sort`, R = T * k: place r reads row order[r] // k.
         places: [T, k] int32 from `moe_sort`, for the gradient; goes with `order`.
 
@@ -107,6 +120,20 @@ def _gather(x: Tensor, order: Tensor, places: Tensor) -> Tensor:
     return x[order.long() // max(places.shape[1], 1)]
 
 
+@grouped_linear.register_kernel("cuda")
+def _(
+    x: Tensor,
+    weight: Tensor,
+    offsets: Tensor,
+    order: Tensor | None = None,
+    places: Tensor | None = None,
+) -> Tensor:
+    from isomodels.kernels import grouped_linear_triton
+
+    check_grouped(x, weight, offsets, order, places)
+    return grouped_linear_triton.grouped_linear(x, weight, offsets, order, places)
+
+
 @grouped_linear.register_fake
 def _(
     x: Tensor,
@@ -117,9 +144,6 @@ def _(
 ) -> Tensor:
     rows = x.shape[0] if order is None else order.shape[0]
     return x.new_empty(rows, weight.shape[1])
-
-
-refuse_gpu("mixture-of-experts models", grouped_linear)
 
 
 def _setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
@@ -175,6 +199,24 @@ def grouped_linear_backward(
         return x.new_empty(0), dweight
     dx = drows if places is None else sum_slots(drows, places)  # [R, K] -> [T, K]
     return dx.to(x.dtype), dweight
+
+
+@grouped_linear_backward.register_kernel("cuda")
+def _(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    offsets: Tensor,
+    order: Tensor | None,
+    places: Tensor | None,
+    needs_x: bool,
+    needs_weight: bool,
+) -> tuple[Tensor, Tensor]:
+    from isomodels.kernels import grouped_linear_triton
+
+    return grouped_linear_triton.grouped_linear_backward(
+        grad, x, weight, offsets, places, needs_x, needs_weight
+    )
 
 
 @grouped_linear_backward.register_fake

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isomodels.kernels.cpu_only import refuse_gpu
 from isomodels.kernels.fixed_order import one_thread
 from isomodels.kernels.router import sigmoid
 from isomodels.kernels.schedule import Schedule, declare
@@ -23,6 +22,21 @@ SCHEDULE = declare(
             "accumulate": "float32, products and sums rounded apart",
             "order": "slots from the first to the last, then the shared expert",
             "gate": "1 / (1 + exp(-logit)), times the shared output",
+            "roundings": 1,
+        },
+    )
+)
+
+TRITON_SCHEDULE = declare(
+    Schedule(
+        operation="moe_combine",
+        backend="triton",
+        version=1,
+        constants={
+            "accumulate": "float32, products and sums rounded apart",
+            "order": "slots from the first to the last, then the shared expert",
+            "gate": "1 / (1 + exp(-logit)), the quotient to nearest, times the shared output",
+            "exp": "the GPU's own power of two of x times log2(e)",
             "roundings": 1,
         },
     )
@@ -102,6 +116,20 @@ def check_combine(
         )
 
 
+@moe_combine.register_kernel("cuda")
+def _(
+    y: Tensor,
+    weights: Tensor,
+    places: Tensor,
+    shared: Tensor | None = None,
+    gate: Tensor | None = None,
+) -> Tensor:
+    from isomodels.kernels import moe_combine_triton
+
+    check_combine(y, weights, places, shared, gate)
+    return moe_combine_triton.moe_combine(y, weights, places, shared, gate)
+
+
 @moe_combine.register_fake
 def _(
     y: Tensor,
@@ -113,7 +141,43 @@ def _(
     return y.new_empty(places.shape[0], y.shape[1])
 
 
-refuse_gpu("mixture-of-experts models", moe_combine)
+# An operator of its own, so that torch.compile need not look into Triton launches.
+@torch.library.custom_op("isomodels::moe_combine_backward", mutates_args=(), device_types="cuda")
+def moe_combine_backward(
+    grad: Tensor,
+    y: Tensor,
+    weights: Tensor,
+    places: Tensor,
+    shared: Tensor | None,
+    gate: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of `moe_combine` on the GPU, from run to run the same.
+
+    Args:
+        grad: [T, H], of the sum.
+        y, weights, places, shared, gate: as in the forward.
+
+    Returns:
+        (dy [R, H], dweights [T, k], dshared [T, H], dgate [T, 1]); the last two have no rows where
+        there is no shared expert or no gate.
+    """
+    from isomodels.kernels import moe_combine_triton
+
+    return moe_combine_triton.combine_backward(grad, y, weights, places, shared, gate)
+
+
+@moe_combine_backward.register_fake
+def _(
+    grad: Tensor,
+    y: Tensor,
+    weights: Tensor,
+    places: Tensor,
+    shared: Tensor | None,
+    gate: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dshared = y.new_empty(0 if shared is None else len(weights), y.shape[1])
+    dgate = weights.new_empty(0 if gate is None else len(weights), 1)
+    return y.new_empty(y.shape), weights.new_empty(weights.shape), dshared, dgate
 
 
 def _setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
@@ -137,6 +201,9 @@ def combine_gradients(
     gate: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Gradients of `moe_combine`: (dy [R, H], dweights [T, k], dshared [T, H], dgate [T, 1])."""
+    if grad.is_cuda:
+        dy, dweights, dshared, dgate = moe_combine_backward(grad, y, weights, places, shared, gate)
+        return dy, dweights, None if shared is None else dshared, None if gate is None else dgate
     grad = grad.float()
     dy, dweights = torch.empty_like(y), torch.empty_like(weights)
     for slot, place in enumerate(places.long().unbind(1)):

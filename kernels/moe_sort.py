@@ -6,11 +6,13 @@ A slot is one of the k choices of one token; slot t * k + j is choice j of token
 import torch
 from torch import Tensor
 
-from isomodels.kernels.cpu_only import refuse_gpu
 from isomodels.kernels.schedule import Schedule, declare
 
 SCHEDULE = declare(
     Schedule("moe_sort", "torch", 1, {"order": "expert, then slot: a stable counting sort"})
+)
+TRITON_SCHEDULE = declare(
+    Schedule("moe_sort", "triton", 1, {"order": "expert, then slot: a stable counting sort"})
 )
 
 
@@ -28,11 +30,11 @@ def moe_sort(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
         places [T, k] int32: the place of each slot).
 
     Raises:
-        ValueError: for an id out of range.
+        ValueError: for an id out of range. On a GPU no id is looked at, since that would wait for
+            the device: it counts as the nearest expert.
         TypeError: for another dtype or shape.
     """
-    if ids.dim() != 2 or ids.dtype != torch.int32:
-        raise TypeError(f"moe_sort needs ids [T, k] in int32, got {list(ids.shape)} in {ids.dtype}")
+    check_ids(ids)
     flat = ids.reshape(-1)
     if flat.numel() and not 0 <= int(flat.min()) <= int(flat.max()) < num_experts:
         raise ValueError(f"moe_sort: an id lies outside the {num_experts} experts")
@@ -45,6 +47,20 @@ def moe_sort(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     return offsets, order.to(torch.int32), places.view_as(ids)
 
 
+def check_ids(ids: Tensor) -> None:
+    """Refuse ids of another dtype or shape."""
+    if ids.dim() != 2 or ids.dtype != torch.int32:
+        raise TypeError(f"moe_sort needs ids [T, k] in int32, got {list(ids.shape)} in {ids.dtype}")
+
+
+@moe_sort.register_kernel("cuda")
+def _(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    from isomodels.kernels import moe_sort_triton
+
+    check_ids(ids)
+    return moe_sort_triton.moe_sort(ids, num_experts)
+
+
 @moe_sort.register_fake
 def _(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     return (
@@ -52,6 +68,3 @@ def _(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
         ids.new_empty(ids.shape[0] * ids.shape[1]),
         torch.empty_like(ids),
     )
-
-
-refuse_gpu("mixture-of-experts models", moe_sort)

@@ -1,8 +1,8 @@
-"""Which experts a token goes to: `isomodels::router_logits` and `isomodels::route`.
+"""Which experts a token goes to: `isomodels::route`, of the logits of `isomodels::router_logits`.
 
-The product is fp32 and is never rounded. Experts are chosen in the order of their logits (softmax:
-the order of the probabilities before any rounding) or of sigmoid plus correction bias, ties to the
-lowest index; a slot's place is its rank. Weights come from the scores without the bias.
+Experts are chosen in the order of their logits (softmax: the order of the probabilities before any
+rounding) or of sigmoid plus correction bias, ties to the lowest index; a slot's place is its rank.
+Weights come from the scores without the bias.
 
 Mathematics: Fedus et al., "Switch Transformers" (2021); sigmoid, bias and groups: "DeepSeek-V3
 Technical Report" (2024), section 2.1.2.
@@ -13,33 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isomodels.kernels.cpu_only import refuse_gpu
-from isomodels.kernels.fixed_order import (
-    TILE_COLUMNS,
-    TILE_ROWS,
-    fold_sum,
-    matmul_nt,
-    one_thread,
-)
-from isomodels.kernels.linear import check_operands, product_gradients
+from isomodels.kernels.fixed_order import fold_sum, one_thread
+from isomodels.kernels.router_logits import router_logits as router_logits
 from isomodels.kernels.schedule import Schedule, declare
 
 SCORINGS = ("softmax", "sigmoid")
 _EPSILON = 1e-20  # of the sigmoid's normaliser, as in the reference implementation
 
-LOGITS_SCHEDULE = declare(
-    Schedule(
-        operation="router_logits",
-        backend="torch",
-        version=1,
-        constants={
-            "logits": "float32, not rounded",
-            "k_partition": 1,
-            "tile_rows": TILE_ROWS,
-            "tile_columns": TILE_COLUMNS,
-        },
-    )
-)
 SCHEDULE = declare(
     Schedule(
         operation="route",
@@ -58,25 +38,25 @@ SCHEDULE = declare(
     )
 )
 
-
-@torch.library.custom_op("isomodels::router_logits", mutates_args=(), device_types="cpu")
-def router_logits(x: Tensor, weight: Tensor) -> Tensor:
-    """Logits of a router, or of a shared expert's gate.
-
-    Args:
-        x: [T, H], float32 or bfloat16.
-        weight: [E, H], dtype of `x`.
-
-    Returns:
-        [T, E] fp32.
-
-    Raises:
-        ValueError: naming shapes that do not fit.
-        TypeError: for another dtype, or dtypes that differ.
-    """
-    check_operands("router_logits", x, weight)
-    with one_thread():
-        return matmul_nt(x, weight).contiguous()
+TRITON_SCHEDULE = declare(
+    Schedule(
+        operation="route",
+        backend="triton",
+        version=1,
+        constants={
+            "order": "logits (softmax) or sigmoid + bias, descending; NaN first",
+            "ties": "lowest index; zeros of both signs tie",
+            "group_score": "sum of the two highest",
+            "softmax": "exp(logit - row maximum) over its sum",
+            "sigmoid": "1 / (1 + exp(-logit))",
+            "exp": "the GPU's own power of two of x times log2(e)",
+            "quotients": "rounded to nearest",
+            "sum_over_experts": "neighbours, padded with zeros to a power of two",
+            "sum_over_slots": "in slot order",
+            "epsilon": "1e-20 for sigmoid, none for softmax",
+        },
+    )
+)
 
 
 @torch.library.custom_op("isomodels::route", mutates_args=(), device_types="cpu")
@@ -94,7 +74,8 @@ def route(
     """Choose the experts of each token and weigh them.
 
     A NaN logit ranks first and makes the weights of its row NaN: the ids stay in range, and the
-    fault is not hidden.
+    fault is not hidden. On a GPU a replayed id out of range does the same, and the nearest expert
+    is taken.
 
     Args:
         logits: [T, E] fp32.
@@ -236,9 +217,27 @@ def slot_sum(x: Tensor) -> Tensor:
     return total
 
 
-@router_logits.register_fake
-def _(x: Tensor, weight: Tensor) -> Tensor:
-    return x.new_empty(x.shape[0], weight.shape[0], dtype=torch.float32)
+@route.register_kernel("cuda")
+def _(
+    logits: Tensor,
+    top_k: int,
+    scoring: str,
+    normalize: bool,
+    scale: float = 1.0,
+    correction_bias: Tensor | None = None,
+    n_group: int = 1,
+    topk_group: int = 1,
+    replay: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    from isomodels.kernels import router_triton
+
+    check_route(
+        logits, top_k, scoring, correction_bias, n_group=n_group, topk_group=topk_group,
+        replay=replay,
+    )  # fmt: skip
+    return router_triton.route(
+        logits, top_k, scoring, normalize, scale, correction_bias, n_group, topk_group, replay
+    )
 
 
 @route.register_fake
@@ -257,16 +256,22 @@ def _(
     return logits.new_empty(shape), logits.new_empty(shape, dtype=torch.int32)
 
 
-refuse_gpu("mixture-of-experts models", router_logits)
-refuse_gpu("mixture-of-experts models", route)
+# An operator of its own, so that torch.compile need not look into Triton launches.
+@torch.library.custom_op("isomodels::route_backward", mutates_args=(), device_types="cuda")
+def route_backward(
+    grad: Tensor, logits: Tensor, ids: Tensor, scoring: str, normalize: bool, scale: float
+) -> Tensor:
+    """Gradient of `route` on the GPU: grad [T, k] fp32, logits [T, E] -> [T, E] fp32."""
+    from isomodels.kernels import router_triton
+
+    return router_triton.route_backward(grad, logits, ids, scoring, normalize, scale)
 
 
-def _logits_setup(ctx: Any, inputs: tuple, output: Any) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _logits_backward(ctx: Any, grad: Tensor) -> tuple:
-    return product_gradients(grad, *ctx.saved_tensors, *ctx.needs_input_grad)
+@route_backward.register_fake
+def _(
+    grad: Tensor, logits: Tensor, ids: Tensor, scoring: str, normalize: bool, scale: float
+) -> Tensor:
+    return logits.new_empty(logits.shape)
 
 
 def _route_setup(ctx: Any, inputs: tuple, output: Any) -> None:
@@ -287,6 +292,8 @@ def route_gradient(
     grad: Tensor, logits: Tensor, ids: Tensor, scoring: str, normalize: bool, scale: float
 ) -> Tensor:
     """grad [T, k] fp32 of the weights -> [T, E] fp32 of the logits."""
+    if grad.is_cuda:
+        return route_backward(grad, logits, ids, scoring, normalize, scale)
     ids = ids.long()
     chosen, total = _scores(logits, ids, scoring, normalize)
     grad = grad * scale
@@ -303,5 +310,4 @@ def route_gradient(
     return dlogits - probabilities * dlogits.sum(1, keepdim=True)
 
 
-router_logits.register_autograd(_logits_backward, setup_context=_logits_setup)
 route.register_autograd(_route_backward, setup_context=_route_setup)

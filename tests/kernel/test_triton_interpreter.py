@@ -7,7 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
-FILES = ("linear", "row_linear", "pointwise", "logprob", "causal_conv", "gates_and_norms")
+FILES = (
+    "linear",
+    "row_linear",
+    "pointwise",
+    "logprob",
+    "causal_conv",
+    "gates_and_norms",
+    "grouped_linear",
+    "routing",
+)
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")

@@ -7,18 +7,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from isomodels.kernels.grouped_linear import grouped_linear
+from isomodels.kernels.grouped_linear import grouped_linear, grouped_linear_backward
 from isomodels.kernels.linear import linear
-from isomodels.kernels.moe_combine import moe_combine
+from isomodels.kernels.moe_combine import moe_combine, moe_combine_backward
 from isomodels.kernels.moe_sort import moe_sort
-from isomodels.kernels.router import route, router_logits
+from isomodels.kernels.router import route, route_backward
+from isomodels.kernels.router_logits import router_logits, router_logits_backward
 from isomodels.validate.battery import Place, operation
 from isomodels.validate.bits import Fault
 from isomodels.validate.cases import Case, Inputs, row_operation
 from isomodels.validate.operations.linear import assert_exact_integers
 
 
-@row_operation("router_logits", small=((8, 64), (65, 100)), real=((128, 2048),))
+# Qwen3-30B-A3B and GLM-4.7-Flash; the gate of a shared expert
+@row_operation(
+    "router_logits", "router_logits_backward",
+    small=((8, 64), (65, 100)), real=((128, 2048), (64, 2048), (1, 2048)),
+)  # fmt: skip
 def logits(draw: Inputs, experts: int, hidden: int) -> Case:
     """fp32 logits of the experts."""
     return Case(
@@ -27,6 +32,7 @@ def logits(draw: Inputs, experts: int, hidden: int) -> Case:
         rows=(draw.floats(draw.num_rows, hidden),),
         shared=(draw.floats(experts, hidden, seed=1),),
         terms=max(hidden, experts, draw.num_rows),
+        backward=lambda grad, x, weight: router_logits_backward(grad, x, weight, True, True),
     )
 
 
@@ -38,8 +44,9 @@ def logits_are_not_rounded(place: Place) -> None:
 
 # (experts, top_k, groups or 0 for softmax)
 @row_operation(
-    "route", small=((16, 4, 0), (16, 4, 4), (7, 7, 0)), real=((128, 8, 0),), fp32_only=True
-)
+    "route", "route_backward", small=((16, 4, 0), (16, 4, 4), (7, 7, 0)),
+    real=((128, 8, 0), (256, 8, 8)), fp32_only=True,
+)  # fmt: skip
 def router(draw: Inputs, experts: int, top_k: int, groups: int) -> Case:
     """Weights and ids side by side; sigmoid scores with a bias where there are groups."""
     draw = replace(draw, dtype=torch.float32)
@@ -63,7 +70,12 @@ def router(draw: Inputs, experts: int, top_k: int, groups: int) -> Case:
         chosen = scores.gather(1, ids)
         return torch.cat((chosen / chosen.sum(1, keepdim=True) * 2.0, ids.to(x.dtype)), 1)
 
-    return Case(run=run, exact=exact, rows=(draw.floats(draw.num_rows, experts),), terms=experts)
+    def backward(grad: Tensor, x: Tensor) -> tuple[Tensor]:
+        _, ids = route(x, top_k, scoring, True, 2.0, bias, *options)
+        return (route_backward(grad[:, :top_k].contiguous(), x, ids, scoring, True, 2.0),)
+
+    rows = (draw.floats(draw.num_rows, experts),)
+    return Case(run=run, exact=exact, rows=rows, terms=experts, backward=backward)
 
 
 @router.check("ties")
@@ -123,8 +135,9 @@ def crowded_and_empty_experts(place: Place) -> None:
 
 @sort.check("accuracy")
 def at_the_size_of_a_model(place: Place) -> None:
-    """128 experts, 8 a token."""
-    _assert_sorted(_ids(place, 200, 8, 128), 128, "128 experts")
+    """128 experts, 8 a token; on a GPU beyond one block of slots."""
+    tokens = 2000 if place.on_gpu else 20 if place.interpreted else 200
+    _assert_sorted(_ids(place, tokens, 8, 128), 128, "128 experts")
 
 
 def sorted_outputs(place: Place) -> Iterable[Tensor]:
@@ -151,12 +164,18 @@ def grouped(draw: Inputs, experts: int, top_k: int, n: int, k: int) -> Case:
         y = grouped_linear(x, weight, offsets, order, places)
         return y[places.long()].flatten(1)  # [R, n] -> [T, k, n]
 
+    def backward(grad: Tensor, x: Tensor, ids: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        sorting = moe_sort(ids, experts)
+        by_place = grad.view(-1, n)[sorting[1].long()]
+        return grouped_linear_backward(by_place, x, weight, *sorting, True, True)
+
     return Case(
         run=run,
         exact=lambda x, ids, weight: torch.einsum("tk,tsnk->tsn", x, weight[ids.long()]).flatten(1),
         rows=(draw.floats(draw.num_rows, k), ids),
         shared=(draw.floats(experts, n, k, seed=1),),
         terms=max(k, n * top_k, draw.num_rows),
+        backward=backward,
     )
 
 
@@ -174,7 +193,10 @@ def is_the_linear_of_its_expert(place: Place) -> None:
 
 
 # (top_k, H, shared expert and its gate)
-@row_operation("moe_combine", small=((4, 33, 1), (8, 100, 0), (1, 7, 1)), real=((8, 2048, 1),))
+@row_operation(
+    "moe_combine", "moe_combine_backward",
+    small=((4, 33, 1), (8, 100, 0), (1, 7, 1)), real=((8, 2048, 1), (4, 2048, 0)),
+)  # fmt: skip
 def combine(draw: Inputs, top_k: int, hidden: int, shared: int) -> Case:
     """Slots in order, then the shared expert."""
     rows, full = draw.num_rows, replace(draw, dtype=torch.float32)
@@ -190,4 +212,10 @@ def combine(draw: Inputs, top_k: int, hidden: int, shared: int) -> Case:
         total = (y * weights.unsqueeze(2)).sum(1)
         return total + rest[0] * rest[1].sigmoid() if rest else total
 
-    return Case(run=run, exact=exact, rows=tuple(tensors), terms=top_k + hidden)
+    def backward(grad: Tensor, y: Tensor, weights: Tensor, *rest: Tensor) -> list[Tensor]:
+        places = torch.arange(weights.numel(), dtype=torch.int32, device=y.device)
+        arguments = (y.flatten(0, 1), weights, places.view(weights.shape), *rest)
+        gradients = moe_combine_backward(grad, *(*arguments, None, None)[:5])
+        return [gradients[0].view_as(y), *gradients[1 : 2 + len(rest)]]
+
+    return Case(run, exact, tuple(tensors), terms=top_k + hidden, backward=backward)
