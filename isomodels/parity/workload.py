@@ -109,7 +109,7 @@ def page_of(config: HybridConfig) -> tuple[int, int]:
     """
     token = 2 * config.num_key_value_heads * config.head_dim * config.torch_dtype.itemsize
     layout = state_layout(config, config.torch_dtype)
-    state = sum(math.prod(shape) * dtype.itemsize for shape, dtype in layout)
+    state = sum(16 * -(-math.prod(shape) * dtype.itemsize // 16) for shape, dtype in layout)
     tokens = BLOCK_SIZE * -(-state // (BLOCK_SIZE * token))
     return tokens, tokens * token
 

@@ -5,6 +5,7 @@ prefix is shared (mamba_cache_mode "align"). The state here is complete at every
 prefix may end anywhere, also inside a chunk of the gated delta rule.
 """
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -111,21 +112,36 @@ class StateBackend(AttentionBackend):
         return True
 
 
+_ALIGNMENT = 16  # bytes: how kernels like to find the tensors of a state
+
+
 class StateLayer(MambaBase):
-    """The states of one decoder layer: `kv_cache` holds one tensor an entry of the layout."""
+    """The states of one decoder layer: `kv_cache` is one tensor of bytes, [num_blocks, bytes].
+
+    One and not one for each tensor of a state, because vLLM looks at each step at each tensor of
+    each sequence, whether it is to be copied to another block.
+    """
 
     def __init__(self, name: str, layout: Layout):
         self.name = name
         self.layout = layout
         self.kv_cache: tuple[Tensor, ...] = ()
+        self._bound: tuple[Tensor | None, tuple[Tensor, ...]] = (None, ())
+
+    def states(self) -> tuple[Tensor, ...]:
+        """The tensors of all states, [num_blocks, ...] each, in the order of the layout."""
+        (blocks,) = self.kv_cache
+        if self._bound[0] is not blocks:  # vLLM binds anew
+            self._bound = (blocks, _carve(blocks, self.layout))
+        return self._bound[1]
 
     def get_state_shape(self) -> tuple[tuple[int, ...], ...]:
         """See the base class."""
-        return tuple(shape for shape, _ in self.layout)
+        return ((_offsets(self.layout)[-1],),)
 
     def get_state_dtype(self) -> tuple[torch.dtype, ...]:
-        """See the base class; set by the operation, not by vLLM's options."""
-        return tuple(dtype for _, dtype in self.layout)
+        """See the base class."""
+        return (torch.uint8,)
 
     @property
     def mamba_type(self) -> MambaAttentionBackendEnum:
@@ -135,6 +151,23 @@ class StateLayer(MambaBase):
     def get_attn_backend(self) -> type[AttentionBackend]:
         """See the base class."""
         return StateBackend
+
+
+def _offsets(layout: Layout) -> list[int]:
+    """Where each tensor begins in a block, in bytes, and where the last ends."""
+    offsets = [0]
+    for shape, dtype in layout:
+        end = offsets[-1] + math.prod(shape) * dtype.itemsize
+        offsets.append(-(-end // _ALIGNMENT) * _ALIGNMENT)
+    return offsets
+
+
+def _carve(blocks: Tensor, layout: Layout) -> tuple[Tensor, ...]:
+    """blocks [num_blocks, bytes] -> views [num_blocks, *shape], one an entry of the layout."""
+    return tuple(
+        blocks[:, start : start + math.prod(shape) * dtype.itemsize].view(dtype).unflatten(1, shape)
+        for start, (shape, dtype) in zip(_offsets(layout)[:-1], layout, strict=True)
+    )
 
 
 class IsoModelsHybridForCausalLM(IsoModelsForCausalLM):
@@ -148,19 +181,18 @@ class IsoModelsHybridForCausalLM(IsoModelsForCausalLM):
 
     @classmethod
     def get_mamba_state_shape_from_config(cls, vllm_config: VllmConfig) -> tuple:
-        """Shapes of one layer's state, before the model exists."""
-        return tuple(shape for shape, _ in _layout(vllm_config))
+        """Shape of one layer's state, before the model exists."""
+        return StateLayer("", _layout(vllm_config)).get_state_shape()
 
     @classmethod
     def get_mamba_state_dtype_from_config(cls, vllm_config: VllmConfig) -> tuple:
-        """Dtypes of one layer's state, before the model exists."""
-        return tuple(dtype for _, dtype in _layout(vllm_config))
+        """Dtype of one layer's state, before the model exists."""
+        return StateLayer("", _layout(vllm_config)).get_state_dtype()
 
     @classmethod
     def get_mamba_state_copy_func(cls) -> tuple:
-        """How a block is copied: whole, each tensor of it."""
-        # The window is no convolution state in vLLM's sense: it is not shifted when copied.
-        return (get_temporal_copy_spec,) * 5
+        """How a block is copied: whole."""
+        return (get_temporal_copy_spec,)
 
     @classmethod
     def get_mamba_state_copy_funcs(cls, mamba_types: set) -> dict:
@@ -199,7 +231,7 @@ class IsoModelsHybridForCausalLM(IsoModelsForCausalLM):
         layers = [layer for layer in self.layers if isinstance(layer, StateLayer)]
         states = PagedStates(
             # Read at each step: vLLM binds the states after the model exists.
-            tensors=[layer.kv_cache for layer in layers],
+            tensors=[layer.states() for layer in layers],
             # vLLM may give each layer a block of its own.
             slots=[metadata[layer.name].slots for layer in layers],
         )

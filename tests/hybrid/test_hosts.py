@@ -48,7 +48,7 @@ def test_engine(checkpoint, ours, name, dtype, block):
         assert cache.mamba_cache_mode == "align"
         layer = engine._model.layers[-1]
         # row 47: the state, the rows of its chunk and their decays are float32
-        dtypes = [tensor.dtype for tensor in layer.kv_cache]
+        dtypes = [tensor.dtype for tensor in layer.states()]
         assert dtypes == [dtype, torch.float32, dtype, torch.float32, torch.float32]
         results = engine.run(
             [
@@ -71,6 +71,29 @@ def test_engine(checkpoint, ours, name, dtype, block):
         assert_equal_bits(core, results)
         assert sum(result.preemptions for result in results)
     assert core.model.layers[0].linear_attn.gates.A_log.dtype == torch.float32
+
+
+def test_the_tensors_of_a_state_lie_apart_in_its_block():
+    pytest.importorskip("vllm")
+    from isomodels.vllm.recurrent import StateLayer
+
+    layout = (((3, 5), torch.bfloat16), ((2, 3), torch.float32), ((7,), torch.bfloat16))
+    layer = StateLayer("name", layout)
+    ((size,),) = layer.get_state_shape()
+    assert size == 32 + 32 + 16  # each padded to 16 bytes
+    for _ in range(2):  # vLLM may bind memory twice
+        pages = torch.zeros(4, size + 48, dtype=torch.uint8)
+        layer.kv_cache = (pages[:, :size],)
+        states = layer.states()
+        assert layer.states() is states
+        assert [(x.shape[1:], x.dtype) for x in states] == [*layout]
+        for i, x in enumerate(states):
+            x[2].fill_(i + 1)
+        for i, x in enumerate(states):
+            assert (x[2] == i + 1).all()
+            assert not x[[0, 1, 3]].any()
+            assert x.data_ptr() % 16 == pages.data_ptr() % 16
+        assert not pages[:, size:].any()
 
 
 @pytest.mark.slow
