@@ -1,6 +1,7 @@
 """The workloads hold what they promise, and drawn checkpoints have a trained model's logits."""
 
 import json
+import math
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from isomodels.batch import Batch
 from isomodels.checkpoint import load_checkpoint
 from isomodels.config import read_config
 from isomodels.errors import UnsupportedError
+from isomodels.layers.gated_delta import state_layout
 from isomodels.parity.checkpoints import random_checkpoint
 from isomodels.parity.run import run_parity
 from isomodels.parity.workload import (
@@ -77,7 +79,8 @@ def test_pages_as_large_as_a_state(name: str) -> None:
     page, size = page_of(config)
     assert workload.page == page
     assert size % page == 0
-    state = 4 * (32 * 128 * 128 + 64 * 32 * 128 + 64 * 32) + 2 * (64 * 16 * 128 + 3 * 8192)
+    layout = state_layout(config, torch.bfloat16)
+    state = sum(math.prod(shape) * dtype.itemsize for shape, dtype in layout)
     assert size - BLOCK_SIZE * size // page < state <= size
     made = list(rounds(PromptSource(Path("nowhere"), 1000, 0), "cuda", workload))
     _, _, crowd, graphs, _ = made
