@@ -10,7 +10,16 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-CORE = {"batch", "checkpoint", "config", "errors", "registry", "trace"}
+CORE = {
+    "batch",
+    "checkpoint",
+    "config",
+    "conversion",
+    "errors",
+    "registry",
+    "stored_weights",
+    "trace",
+}
 BRICKS = {"kernels", "layers", "weights_conv"} | CORE
 FAMILIES = {"dense", "moe", "hybrid"}
 HOSTS = {"vllm", "megatron"}
@@ -24,8 +33,9 @@ MAY_IMPORT = {
     **dict.fromkeys(FAMILIES, BRICKS),
     "validate": {"kernels", "errors"},
     "contract": BRICKS | FAMILIES | {"validate"},
-    **dict.fromkeys(HOSTS, BRICKS | FAMILIES | {"validate", "contract"}),
-    "parity": BRICKS | FAMILIES | HOSTS | {"contract"},
+    "sync": {"contract", "errors"},
+    **dict.fromkeys(HOSTS, BRICKS | FAMILIES | {"validate", "contract", "sync"}),
+    "parity": BRICKS | FAMILIES | HOSTS | {"contract", "sync"},
     "cli": BRICKS | FAMILIES | HOSTS | {"parity", "validate", "contract"},
 }
 # Leaves that other projects may copy: nothing but these from outside.

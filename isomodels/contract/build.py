@@ -14,7 +14,7 @@ from isomodels.contract.document import Contract
 from isomodels.contract.operations import CASES, operations_of
 from isomodels.errors import ContractError, UnsupportedError
 from isomodels.kernels.schedule import SCHEDULES
-from isomodels.registry import load_object
+from isomodels.registry import ArchSpec, load_object
 from isomodels.validate.battery import operators
 from isomodels.validate.device import facts, refuse_device, with_index
 
@@ -31,23 +31,41 @@ def contract_of(
     host: Mapping[str, Any] | None = None,
     capability: tuple[int, int] | None = None,
 ) -> Contract:
-    """The contract of a model on a device.
-
-    The operations are read from a run of the module on the meta device, and their schedules from
-    the operations themselves.
-
-    Args:
-        source: a checkpoint folder, or the content of its config.json.
-        device: where the model runs; its backend and architecture are part of the policy.
-        dtype: of the model; None for the checkpoint's.
-        host: what the deployment says of its host: name, version, layout.
-        capability: CUDA compute capability, to state a contract for a GPU that is not here.
+    """The contract of a checkpoint, or of the content of its config.json; see `contract_for`.
 
     Raises:
         ConfigError, UnsupportedError: a config or a device that isomodels cannot run.
         ContractError: an operation without a schedule on this backend.
     """
     spec, config = read_config(source)
+    return contract_for(spec, config, device, dtype=dtype, host=host, capability=capability)
+
+
+def contract_for(
+    spec: ArchSpec,
+    config: Any,
+    device: torch.device | str,
+    *,
+    dtype: torch.dtype | None = None,
+    host: Mapping[str, Any] | None = None,
+    capability: tuple[int, int] | None = None,
+) -> Contract:
+    """The contract of a model on a device.
+
+    The operations are read from a run of the module on the meta device, and their schedules from
+    the operations themselves.
+
+    Args:
+        spec, config: as `read_config` gives them.
+        device: where the model runs; its backend and architecture are part of the policy.
+        dtype: of the model; None for the checkpoint's.
+        host: what the deployment says of its host: name, version, layout.
+        capability: CUDA compute capability, to state a contract for a GPU that is not here.
+
+    Raises:
+        UnsupportedError: a device that isomodels cannot run on.
+        ContractError: an operation without a schedule on this backend.
+    """
     dtype = dtype or config.torch_dtype
     core = load_object(spec.model)(config, dtype=dtype, device=torch.device("meta"))
     where = _device_facts(torch.device(device), capability)

@@ -227,9 +227,9 @@ def _engine_refusals(vllm_config: Any) -> tuple[tuple[bool, str], ...]:
             "--offload-group-size",
         ),
         (
-            vllm_config.weight_transfer_config is not None,
-            "--weight-transfer-config is not supported: reload from a checkpoint folder with "
-            "reload_weights",
+            _foreign_transfer(vllm_config.weight_transfer_config),
+            "--weight-transfer-config has one backend that cannot mix two models' weights: "
+            """use '{"backend": "isomodels"}'""",
         ),
         (
             processed and _has_logits_processors(vllm_config.model_config),
@@ -237,6 +237,10 @@ def _engine_refusals(vllm_config: Any) -> tuple[tuple[bool, str], ...]:
             "use raw_logprobs",
         ),
     )
+
+
+def _foreign_transfer(transfer: Any) -> bool:
+    return transfer is not None and transfer.backend != "isomodels"
 
 
 def _has_logits_processors(model_config: Any) -> bool:

@@ -10,6 +10,7 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from isomodels.batch import Batch
+from isomodels.contract import Contract, contract_for
 from isomodels.errors import CheckpointError
 from isomodels.registry import load_object
 from isomodels.validate import require_validated
@@ -17,6 +18,7 @@ from isomodels.vllm.attention import StepMetadata
 from isomodels.vllm.checks import read_checkpoint_config
 from isomodels.vllm.mla import cache_layer
 from isomodels.vllm.routes import RECORD_ROUTES, RouteBuffer
+from isomodels.vllm.versions import vllm_version
 from isomodels.vllm.weights import convert, restore_after_failed_reload
 
 
@@ -58,6 +60,7 @@ class IsoModelsForCausalLM(nn.Module):
             self.routes = RouteBuffer(self.core, most, vllm_config.device_config.device)
         context = vllm_config.compilation_config.static_forward_context
         context.update({layer.name: layer for layer in self.layers})
+        self.refusal: str | None = None  # why nothing may be served, after an interrupted sync
 
     @staticmethod
     def normalizing_state() -> type:
@@ -110,10 +113,27 @@ class IsoModelsForCausalLM(nn.Module):
         return padded
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
-        """[T, H] -> [T, V] fp32: logprobs at temperature 1, or logits in processed mode."""
+        """[T, H] -> [T, V] fp32: logprobs at temperature 1, or logits in processed mode.
+
+        Raises:
+            CheckpointError: the weights are of two versions.
+        """
+        if self.refusal is not None:  # here: a CUDA graph replays `forward` without calling it
+            raise CheckpointError(self.refusal)
         if self.normalize:
             return self.core.logprobs(hidden_states)
         return self.core.logits(hidden_states)
+
+    def contract(self) -> Contract:
+        """What decides the bits of this engine."""
+        parameter = next(self.core.parameters())
+        return contract_for(
+            self.spec,
+            self.config,
+            parameter.device,
+            dtype=self.model_config.dtype,
+            host={"name": "vllm", "version": vllm_version()},
+        )
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Loads a whole checkpoint, at start and on a reload.

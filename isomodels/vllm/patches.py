@@ -5,7 +5,8 @@
 * `EngineCore.collective_rpc`: weights change under a live engine through this call alone, whatever
   the door (`LLM`, HTTP). vLLM keeps the prefix cache and running requests of the old weights;
   a token's history would then be of two models. And an unsound folder is refused here, where
-  nothing has changed yet.
+  nothing has changed yet. The same call, with a method of ours, tells the workers' contracts:
+  vLLM has no hook for questions to a model.
 
 Both act only for `model_impl == "isomodels"`. On a vLLM that was not checked, only the first is
 installed, and it refuses.
@@ -26,6 +27,10 @@ RESOLVED_PREFIX = "IsoModels"
 
 # Worker methods that change weights.
 _WEIGHT_CHANGES = {"reload_weights", "update_weights", "finish_weight_update"}
+
+# A call that vLLM does not have: the contracts of all workers. (vLLM's HTTP route: POST
+# /collective_rpc with {"method": "isomodels_contract"}, under VLLM_SERVER_DEV_MODE=1.)
+CONTRACT_CALL = "isomodels_contract"
 
 _MARK = "_isomodels_patched"
 
@@ -97,6 +102,8 @@ def _patch_engine_core() -> None:
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         ours = self.vllm_config.model_config.model_impl == MODEL_IMPL
+        if ours and method == CONTRACT_CALL:
+            return original(self, _contract_of_worker, timeout)
         if not ours or method not in _WEIGHT_CHANGES:
             return original(self, method, timeout, args, kwargs)
         if method == "reload_weights":
@@ -107,6 +114,11 @@ def _patch_engine_core() -> None:
             self.reset_prefix_cache(reset_running_requests=True)
 
     EngineCore.collective_rpc = collective_rpc
+
+
+def _contract_of_worker(worker: Any) -> str:
+    """Canonical JSON."""
+    return worker.get_model().contract().to_json()
 
 
 def _check_reload(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

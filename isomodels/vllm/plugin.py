@@ -18,6 +18,16 @@ def register() -> None:
 
     patches.install()
     _register_configs()
+    _register_weight_transfer()
+
+
+def _register_weight_transfer() -> None:
+    """Weights from a trainer: `isomodels/vllm/weight_transfer.py`, imported when it is used."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as Factory
+
+    if MODEL_IMPL not in Factory._registry:
+        module = "isomodels.vllm.weight_transfer"
+        Factory.register_engine(MODEL_IMPL, module, "IsoModelsWeightTransfer")
 
 
 def _register_configs() -> None:
