@@ -23,6 +23,7 @@ MODULES = (
     "pointwise",
     "hybrid_pointwise",
     "logprob",
+    "moe",
     "attention",
     "engine",
     "train_step",
