@@ -7,7 +7,9 @@ from torch import Tensor, nn
 from isomodels.batch import Batch
 from isomodels.config import DenseConfig
 from isomodels.kernels.attention import attention, paged_attention
+from isomodels.layers.collectives import enter, sum_gradients
 from isomodels.layers.linear import Linear, Placed, RowLinear
+from isomodels.layers.parallel import ALONE, split_kv
 from isomodels.layers.rope import HeadNorm, Rope
 
 
@@ -48,11 +50,16 @@ class SelfAttention(nn.Module):
         **placed: Unpack[Placed],
     ):
         super().__init__()
+        parallel = self.parallel = placed.get("layout", ALONE).tensor
         self.head_dim = config.head_dim
-        self.num_heads = config.num_attention_heads
-        self.num_kv_heads = config.num_key_value_heads
-        heads = self.num_heads + 2 * self.num_kv_heads
-        self.qkv_proj = Linear(config.hidden_size, heads * self.head_dim, bias=qkv_bias, **placed)
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        # of this rank; ranks beyond the number of key heads share them
+        self.num_heads = heads // parallel.size
+        self.num_kv_heads = max(1, kv_heads // parallel.size)
+        ranks = (parallel.rank, parallel.size)
+        shard = split_kv(heads * self.head_dim, kv_heads, self.head_dim, *ranks)
+        width = (heads + 2 * kv_heads) * self.head_dim
+        self.qkv_proj = Linear(config.hidden_size, width, bias=qkv_bias, shard=shard, **placed)
         self.rope = Rope(
             config.head_dim,
             config.rope_theta,
@@ -64,13 +71,16 @@ class SelfAttention(nn.Module):
         self.q_norm = HeadNorm(self.head_dim, **placed) if qk_norm else None
         self.k_norm = HeadNorm(self.head_dim, **placed) if qk_norm else None
         self.attn = AttentionCore(layer_index, config.head_dim**-0.5)
-        self.o_proj = RowLinear(self.num_heads * self.head_dim, config.hidden_size, **placed)
+        self.o_proj = RowLinear(heads * self.head_dim, config.hidden_size, **placed)
 
     def forward(self, x: Tensor, positions: Tensor, batch: Batch) -> Tensor:
         """x [T, H], positions [T] -> [T, H]."""
         heads = self.num_heads + 2 * self.num_kv_heads
+        x = enter(x, self.parallel)
         qkv = self.qkv_proj(x).view(len(x), heads, self.head_dim)
-        weights = [norm and norm.weight for norm in (self.q_norm, self.k_norm)]
+        # each rank norms its own heads
+        norms = (self.q_norm, self.k_norm)
+        weights = [n if n is None else sum_gradients(n.weight, self.parallel) for n in norms]
         paged = batch.paged
         cache = paged and (paged.caches[self.attn.layer_index], paged.slot_mapping)
         # [T, heads, D], twice [T, kv_heads, D]

@@ -1,6 +1,6 @@
 """The pre-norm decoder that the architectures of the Qwen line share, and its language model."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Unpack
 
 from torch import Tensor, nn
@@ -8,9 +8,11 @@ from torch import Tensor, nn
 from isomodels.batch import Batch
 from isomodels.config import DenseConfig
 from isomodels.layers.attention import SelfAttention
+from isomodels.layers.collectives import enter
 from isomodels.layers.linear import Embedding, LMHead, Placed
 from isomodels.layers.mlp import MLP
 from isomodels.layers.norm import RMSNorm
+from isomodels.layers.parallel import ALONE, LayerStack, Layout, check_layout, shards
 
 RunLayer = Callable[..., tuple[Tensor, Tensor]]
 MakeMLP = Callable[[int], nn.Module]  # layer index -> feed-forward, [T, H] -> [T, H]
@@ -71,8 +73,11 @@ class Decoder(nn.Module):
         **placed: Unpack[Placed],
     ):
         super().__init__()
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, **placed)
-        self.layers = nn.ModuleList(
+        stage = placed.get("layout", ALONE).stage
+        if stage.embeds:
+            self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, **placed)
+        indices = stage.layers(config.num_hidden_layers)
+        layers = [
             DecoderLayer(
                 config,
                 i,
@@ -82,17 +87,31 @@ class Decoder(nn.Module):
                 make_mlp=make_mlp,
                 **placed,
             )
-            for i in range(config.num_hidden_layers)
-        )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, **placed)
+            for i in indices
+        ]
+        self.layers: nn.ModuleList = LayerStack(layers, indices.start)
+        if stage.heads:
+            self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, **placed)
+
+    def run_stage(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        positions: Tensor,
+        batch: Batch,
+        run_layer: RunLayer,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The layers of this stage: x and residual, [T, H] or slices, to those of the next."""
+        for layer in self.layers:
+            x, residual = run_layer(layer, x, residual, positions, batch)
+        return x, residual
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, batch: Batch, run_layer: RunLayer
     ) -> Tensor:
         """input_ids and positions [T] int64 -> hidden [T, H]."""
-        x, residual = self.embed_tokens(input_ids), None
-        for layer in self.layers:
-            x, residual = run_layer(layer, x, residual, positions, batch)
+        x = self.embed_tokens(input_ids)
+        x, residual = self.run_stage(x, None, positions, batch, run_layer)
         return self.norm(x, residual)[0]
 
 
@@ -107,7 +126,12 @@ class CausalLM(nn.Module):
     The host supplies the parameters' values and, in `batch`, where past K and V lie. It adds no
     arithmetic. `make_attention` and `make_mlp` give each layer its parts; by default attention is
     grouped-query attention with or without `qkv_bias` and `qk_norm`, and the feed-forward dense.
+
+    Attributes:
+        layout: what this process holds of the model.
     """
+
+    layout: Layout = ALONE  # of a model that takes none
 
     def __init__(
         self,
@@ -120,6 +144,8 @@ class CausalLM(nn.Module):
         **placed: Unpack[Placed],
     ):
         super().__init__()
+        self.layout = placed.get("layout", ALONE)
+        check_layout(config, self.layout)
         self.config = config
         self.model = Decoder(
             config,
@@ -129,9 +155,10 @@ class CausalLM(nn.Module):
             make_mlp=make_mlp,
             **placed,
         )
-        self.lm_head = LMHead(
-            config.hidden_size, config.vocab_size, tied=config.tie_word_embeddings, **placed
-        )
+        if self.layout.stage.heads:
+            self.lm_head = LMHead(
+                config.hidden_size, config.vocab_size, tied=config.tie_word_embeddings, **placed
+            )
 
     def forward(
         self,
@@ -151,9 +178,31 @@ class CausalLM(nn.Module):
                 here for activation checkpointing.
 
         Returns:
-            Hidden states after the final norm, [T, H].
+            Hidden states after the final norm, [T, H], also under sequence parallelism.
         """
-        return self.model(input_ids, positions, batch, run_layer)
+        return self.finish(self.model(input_ids, positions, batch, run_layer))
+
+    def own_tensors(self, name: str, whole: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """What this process holds of a tensor of the whole model.
+
+        Args:
+            name: of the whole model's parameter or buffer.
+            whole: its value.
+
+        Yields:
+            Name and value of each tensor here that is a part, or a copy, of it.
+        """
+        names = [name]
+        if name == "model.embed_tokens.weight" and self.config.tie_word_embeddings:
+            names.append("lm_head.weight")  # a stage with the head alone has a copy
+        held, parts = self.state_dict(), shards(self)
+        for own in names:
+            if own in held:
+                yield own, parts[own].take(whole) if own in parts else whole
+
+    def finish(self, hidden: Tensor) -> Tensor:
+        """Normed hidden states, or a slice of them -> [T, H] for the head, on every rank."""
+        return enter(hidden, self.layout.tensor)
 
     @property
     def head_weight(self) -> Tensor:

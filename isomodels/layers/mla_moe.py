@@ -10,6 +10,7 @@ from isomodels.layers.mla import LatentAttention
 from isomodels.layers.mla_config import LatentMoEConfig
 from isomodels.layers.mlp import MLP
 from isomodels.layers.moe import MoE
+from isomodels.layers.parallel import ALONE, Layout
 from isomodels.layers.weights import mlp_rules, moe_rules
 from isomodels.weights_conv.rules import Carried, Concat, Rule, Same, Source, Tied, resolve
 
@@ -27,8 +28,9 @@ class LatentMoEForCausalLM(CausalLM):
         dtype: torch.dtype,
         device: torch.device | None = None,
         carry_mtp: bool = False,
+        layout: Layout = ALONE,
     ):
-        placed: Placed = {"dtype": dtype, "device": device}
+        placed: Placed = {"dtype": dtype, "device": device, "layout": layout}
         hidden, width = config.hidden_size, config.moe_intermediate_size
 
         def make_attention(layer_index: int) -> nn.Module:
@@ -41,7 +43,7 @@ class LatentMoEForCausalLM(CausalLM):
             return MoE(hidden, width, config.routing, layer_index, shared_size=shared, **placed)
 
         super().__init__(config, make_attention=make_attention, make_mlp=make_mlp, **placed)
-        if carry_mtp:
+        if carry_mtp and layout.stage.heads:
             sources = mtp_sources(config)
             shapes = {name: source.shape for name, source in sources.items()}
             pinned = {name: source.dtype for name, source in sources.items() if source.dtype}

@@ -5,7 +5,9 @@ from typing import Unpack
 from torch import Tensor, nn
 
 from isomodels.kernels.swiglu import swiglu
+from isomodels.layers.collectives import enter
 from isomodels.layers.linear import Linear, Placed, RowLinear
+from isomodels.layers.parallel import ALONE, split
 
 
 class SwiGLU(nn.Module):
@@ -26,10 +28,13 @@ class MLP(nn.Module):
         **placed: Unpack[Placed],
     ):
         super().__init__()
-        self.gate_up_proj = Linear(hidden_size, 2 * intermediate_size, **placed)
+        parallel = self.parallel = placed.get("layout", ALONE).tensor
+        shard = split([intermediate_size] * 2, parallel.rank, parallel.size)
+        self.gate_up_proj = Linear(hidden_size, 2 * intermediate_size, shard=shard, **placed)
         self.act = SwiGLU()
         self.down_proj = RowLinear(intermediate_size, hidden_size, **placed)
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, H] -> [T, H]."""
+        x = enter(x, self.parallel)
         return self.down_proj(self.act(self.gate_up_proj(x)))

@@ -12,16 +12,19 @@ import torch
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.tensor_parallel import set_defaults_if_not_set_tensor_model_parallel_attributes
 from megatron.core.transformer.enums import ModelType
-from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from isomodels.errors import UnsupportedError
 from isomodels.kernels.logprob import log_normalize
+from isomodels.layers.collectives import check_slices
+from isomodels.layers.parallel import Layout
 from isomodels.layers.pinned import pinned_tensors
 from isomodels.megatron.bias_update import bias_updates
 from isomodels.megatron.experts import prepare_experts
-from isomodels.megatron.inputs import read_tokens
+from isomodels.megatron.inputs import Tokens, read_tokens
+from isomodels.megatron.layout import mark_parameters
+from isomodels.megatron.sharding import sharded_state
 
 
 class OutputLayer(nn.Module):
@@ -98,15 +101,16 @@ class IsoLanguageModel(LanguageModule):
 
     Args:
         config: Megatron's `TransformerConfig`, checked by `provider.check_transformer_config`.
-        core: an isomodels model with its weights, dtype `config.params_dtype`.
+        core: an isomodels model with its weights, dtype `config.params_dtype`: the part that its
+            `layout` states.
         pg_collection: Megatron's process groups; the global ones by default.
-        parallel_output: without tensor parallelism both values mean the same.
+        parallel_output: has no effect: logits are whole on every tensor parallel rank.
+        vp_stage: which virtual pipeline stage, or None.
 
     Attributes:
         load_balancing_losses: of the last training forward, by layer index; see `experts`.
 
     Raises:
-        UnsupportedError: for process groups of more than data parallelism.
         ValueError: where a tensor of the core is not of `config.params_dtype`.
     """
 
@@ -118,29 +122,27 @@ class IsoLanguageModel(LanguageModule):
         core: Any,
         pg_collection: Any | None = None,
         parallel_output: bool = True,
+        vp_stage: int | None = None,
     ):
         super().__init__(config=config, pg_collection=pg_collection)
-        self.pre_process = self.post_process = True
-        self.vp_stage = None
+        self.layout: Layout = core.layout
+        self.pre_process, self.post_process = self.layout.stage.embeds, self.layout.stage.heads
+        self.vp_stage = vp_stage
+        self.input_tensor: Tensor | None = None
         self.mtp_process = False
         self.model_type = ModelType.encoder_or_decoder
         self.parallel_output = parallel_output
         self.vocab_size: int = core.config.vocab_size
         self.max_sequence_length: int = core.config.max_position_embeddings
         self.share_embeddings_and_output_weights: bool = core.config.tie_word_embeddings
-        for name in ("tp", "pp", "cp"):
-            group = getattr(self.pg_collection, name)
-            if group is not None and group.size() > 1:
-                raise UnsupportedError(
-                    f"isomodels trains with data parallelism only; group {name} has "
-                    f"{group.size()} ranks"
-                )
         self.core = core
-        self.output_layer = OutputLayer(core)
+        if self.post_process:
+            self.output_layer = OutputLayer(core)
         self._check_dtypes()
         self._recomputed = _recomputed_layers(config, core.model.layers)
         self.load_balancing_losses = prepare_experts(config, core)
         self.bias_updates = bias_updates(config, core)
+        mark_parameters(core, self.layout)
         self.setup_embeddings_and_output_layer()
         for param in self.parameters():
             set_defaults_if_not_set_tensor_model_parallel_attributes(param)
@@ -164,6 +166,26 @@ class IsoLanguageModel(LanguageModule):
     def _set_attention_backend(self) -> None:
         """Megatron sets Transformer Engine's NVTE_* variables here; this model runs none of it."""
 
+    def setup_embeddings_and_output_layer(self) -> None:
+        """Mark embedding and head; a tied weight that two stages hold gets both gradients.
+
+        Megatron fills the second copy by an all-reduce with zeros, which would turn -0 into +0:
+        here both are loaded.
+        """
+        ends = [self.embedding.word_embeddings.weight] if self.pre_process else []
+        if self.post_process and self.output_layer.weight is not None:
+            ends.append(self.output_layer.weight)
+        for weight in ends:
+            weight.is_embedding_or_output_parameter = True
+        if not self.share_embeddings_and_output_weights or not ends:
+            return
+        weight = self.shared_embedding_or_output_weight()
+        if self.pre_process and self.post_process:
+            weight.zero_out_wgrad = True
+        else:
+            weight.shared_embedding = True
+            weight.shared = self.post_process  # its norm counts once, on the first stage
+
     # Names that trainers, wrappers and checkpoint code look up on a GPT model.
 
     @property
@@ -177,10 +199,11 @@ class IsoLanguageModel(LanguageModule):
         return SimpleNamespace(layers=self.core.model.layers)
 
     def set_input_tensor(self, input_tensor: Any) -> None:
-        """Takes what a former pipeline stage sent, which here is always nothing."""
+        """Takes what the former pipeline stage sent, [t, 1, 2H]; None on the first."""
         tensors = input_tensor if isinstance(input_tensor, list | tuple) else [input_tensor]
-        if any(tensor is not None for tensor in tensors):
-            raise UnsupportedError("isomodels does not run pipeline stages yet")
+        (self.input_tensor,) = tensors
+        if self.pre_process and self.input_tensor is not None:
+            raise UnsupportedError("the first pipeline stage takes tokens, not another's output")
 
     def forward(
         self,
@@ -216,7 +239,8 @@ class IsoLanguageModel(LanguageModule):
 
         Returns:
             Without labels, logits [B, S, V] fp32; with labels, their negative logprobs
-            [B, S] fp32.
+            [B, S] fp32. Not on the last pipeline stage: what the next one takes, [t, 1, 2H], the
+            last layer's output and the residual stream of this rank's tokens.
 
         Raises:
             UnsupportedError: for an argument that cannot be honoured.
@@ -231,9 +255,11 @@ class IsoLanguageModel(LanguageModule):
         tokens = read_tokens(
             input_ids, position_ids, attention_mask, packed_seq_params, self.max_sequence_length
         )
-        hidden_TH = self.core(
-            tokens.input_ids, tokens.positions, tokens.batch, run_layer=self._run_layer
-        )
+        if self.layout.tensor.sequence:
+            check_slices(len(tokens.input_ids), self.layout.tensor)
+        hidden_TH = self._run_stage(tokens)
+        if not self.post_process:
+            return hidden_TH
         hidden_SBH = hidden_TH.view(*input_ids.shape, -1).transpose(0, 1)
         if output_processor is not None:
             return output_processor(
@@ -264,6 +290,25 @@ class IsoLanguageModel(LanguageModule):
         if not isinstance(self.output_layer, OutputLayer):
             raise UnsupportedError("output_layer was replaced: call the model without labels")
         return self.output_layer.token_logprobs(hidden_SBH, labels).neg()
+
+    def _run_stage(self, tokens: Tokens) -> Tensor:
+        """[T, H] after the final norm, or what goes to the next stage."""
+        if self.pre_process and self.post_process:
+            return self.core(
+                tokens.input_ids, tokens.positions, tokens.batch, run_layer=self._run_layer
+            )
+        model, residual = self.core.model, None
+        if self.pre_process:
+            x = model.embed_tokens(tokens.input_ids)
+        else:
+            assert self.input_tensor is not None, "the schedule hands it over"
+            x, residual = (part.squeeze(1) for part in self.input_tensor.chunk(2, dim=-1))
+            x, residual = x.contiguous(), residual.contiguous()
+        x, residual = model.run_stage(x, residual, tokens.positions, tokens.batch, self._run_layer)
+        if self.post_process:
+            return self.core.finish(model.norm(x, residual)[0])
+        # a tensor of its own: the schedule frees its storage
+        return torch.cat((x.unsqueeze(1), residual.unsqueeze(1)), -1)
 
     def _tied_weight(self) -> Tensor | None:
         if not self.share_embeddings_and_output_weights:
@@ -344,8 +389,7 @@ class IsoLanguageModel(LanguageModule):
         metadata: dict[str, Any] | None = None,
     ) -> Any:
         """For `dist_checkpointing`: every tensor of the core under its own name, once."""
-        # LanguageModule's own version expects parameters below `output_layer`.
-        return MegatronModule.sharded_state_dict(self, prefix, sharded_offsets, metadata)
+        return sharded_state(self.core, f"{prefix}core.", self.pg_collection)
 
 
 def _recomputed_layers(config: Any, layers: nn.ModuleList) -> set[nn.Module]:

@@ -18,7 +18,7 @@ class Pack:
         targets: [1, T] int64, the next token; 0 where there is none.
         keep: [T] bool, whether the position has a target.
         params: Megatron's bounds.
-        bounds: (start, end) of each sequence.
+        bounds: (start, end) of each sequence that was given.
     """
 
     input_ids: Tensor
@@ -29,11 +29,16 @@ class Pack:
 
 
 def pack(
-    sequences: Sequence[Sequence[int]], max_tokens: int, device: torch.device | None = None
+    sequences: Sequence[Sequence[int]],
+    max_tokens: int,
+    device: torch.device | None = None,
+    *,
+    multiple: int = 1,
 ) -> list[Pack]:
     """Packs sequences in their order into microbatches of at most `max_tokens` tokens.
 
-    A longer sequence is a microbatch alone.
+    A longer sequence is a microbatch alone. A microbatch is filled up to a `multiple` of tokens by
+    a sequence without targets, which no other token sees.
 
     Raises:
         ValueError: for no sequence, or an empty one.
@@ -48,18 +53,21 @@ def pack(
             used = 0
         groups[-1].append(sequence)
         used += len(sequence)
-    return [_pack_one(group, device) for group in groups]
+    return [_pack_one(group, device, multiple) for group in groups]
 
 
-def _pack_one(sequences: list[Sequence[int]], device: torch.device | None) -> Pack:
+def _pack_one(sequences: list[Sequence[int]], device: torch.device | None, multiple: int) -> Pack:
+    count = len(sequences)
+    if missing := -sum(map(len, sequences)) % multiple:
+        sequences = [*sequences, [0] * missing]
     edges = [0, *accumulate(len(sequence) for sequence in sequences)]
     ids: list[int] = []
     targets: list[int] = []
     keep: list[bool] = []
-    for sequence in sequences:
+    for number, sequence in enumerate(sequences):
         ids += sequence
         targets += [*sequence[1:], 0]
-        keep += [True] * (len(sequence) - 1) + [False]
+        keep += [number < count] * (len(sequence) - 1) + [False]
     cu_seqlens = torch.tensor(edges, dtype=torch.int32, device=device)
     longest = max(map(len, sequences))
     return Pack(
@@ -73,5 +81,5 @@ def _pack_one(sequences: list[Sequence[int]], device: torch.device | None) -> Pa
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
         ),
-        bounds=list(pairwise(edges)),
+        bounds=list(pairwise(edges))[:count],
     )

@@ -2,6 +2,7 @@
 
 import gc
 import os
+from datetime import timedelta
 from functools import cache
 from itertools import count
 
@@ -11,19 +12,25 @@ from megatron.core import parallel_state
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from isomodels.errors import HostError
+from isomodels.errors import HostError, UnsupportedError
+from isomodels.megatron.layout import Degrees
 
 _starts = count()
 
 
-def start_process() -> None:
-    """Initialises torch.distributed and Megatron for data parallelism.
+def start_process(degrees: Degrees = Degrees(), timeout_s: float = 600.0) -> None:
+    """Initialises torch.distributed and Megatron.
 
     Ranks come from the environment of `torch.distributed.run`, or it is one process alone. Without
     a GPU, CUDA devices are redirected to the CPU.
 
+    Args:
+        degrees: how the ranks share the model; what is left of them is data parallelism.
+        timeout_s: after which a collective that a rank does not enter fails.
+
     Raises:
         HostError: if this process already runs either.
+        UnsupportedError: where the number of ranks does not fit the degrees.
     """
     if parallel_state.model_parallel_is_initialized() or dist.is_initialized():
         raise HostError("this process already runs Megatron; close the other Trainer first")
@@ -39,10 +46,23 @@ def start_process() -> None:
         cpu_redirect.install()
         backend = "gloo"
     store, rank, ranks = _rendezvous()
+    if ranks % (degrees.tp * degrees.pp):
+        raise UnsupportedError(
+            f"the layout {degrees} needs a multiple of {degrees.tp * degrees.pp} processes, there "
+            f"are {ranks}: start them with torch.distributed.run"
+        )
     # a prefix of its own: a second start would read the addresses that the first one left
     own = PrefixStore(f"isomodels/{next(_starts)}", store)
-    dist.init_process_group(backend, store=own, rank=rank, world_size=ranks)
-    parallel_state.initialize_model_parallel()
+    timeout = timedelta(seconds=timeout_s)
+    dist.init_process_group(backend, store=own, rank=rank, world_size=ranks, timeout=timeout)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=degrees.tp,
+        pipeline_model_parallel_size=degrees.pp,
+        virtual_pipeline_model_parallel_size=degrees.vpp if degrees.vpp > 1 else None,
+        expert_model_parallel_size=degrees.ep,
+        expert_tensor_parallel_size=1,  # experts are never cut
+        distributed_timeout_minutes=timeout_s / 60,
+    )
 
 
 @cache

@@ -6,12 +6,16 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from isomodels.checkpoint import load_into, open_checkpoint
 from isomodels.config import read_config
+from isomodels.contract.operations import operators_of
 from isomodels.errors import ConfigError, UnsupportedError
+from isomodels.layers.parallel import ALONE, Layout, check_layout
+from isomodels.megatron.layout import check_degrees, layout_of
 from isomodels.megatron.model import IsoLanguageModel
 from isomodels.registry import ArchSpec, load_object
 from isomodels.validate import require_validated
@@ -20,13 +24,8 @@ from isomodels.validate import require_validated
 # choose an implementation of Megatron's own layers (fusions, attention_backend, transformer_impl,
 # cross_entropy_loss_fusion) are free: none of those layers runs.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
-    "tensor_model_parallel_size": (1,),
-    "pipeline_model_parallel_size": (1,),
-    "virtual_pipeline_model_parallel_size": (None,),
     "context_parallel_size": (1,),
-    "expert_model_parallel_size": (1,),
     "expert_tensor_parallel_size": (None, 1),
-    "sequence_parallel": (False,),
     "fp16": (False,),
     "fp8": (None,),
     "fp4": (None,),
@@ -194,6 +193,25 @@ def check_transformer_config(built: Any, config: Any) -> None:
     if built.bf16 and built.params_dtype != torch.bfloat16:
         raise UnsupportedError("TransformerConfig.bf16 needs params_dtype = torch.bfloat16")
     _check_recompute(built)
+    _check_parallel(built, config)
+
+
+def _check_parallel(built: Any, config: Any) -> None:
+    check_degrees(built, config)
+    if built.sequence_parallel and built.tensor_model_parallel_size == 1:
+        raise UnsupportedError(
+            "sequence_parallel cuts among tensor parallel ranks: set tensor_model_parallel_size"
+        )
+    if built.pipeline_model_parallel_size > 1 and not built.variable_seq_lengths:
+        raise UnsupportedError(
+            "isomodels sends the residual stream beside the hidden states from stage to stage: "
+            "set variable_seq_lengths to True"
+        )
+    if built.virtual_pipeline_model_parallel_size and not built.overlap_p2p_comm:
+        raise UnsupportedError(
+            "virtual pipeline stages exchange wrong tensors without overlap_p2p_comm: set it to "
+            "True, and batch_p2p_comm to False"
+        )
 
 
 def _check_recompute(built: Any) -> None:
@@ -210,15 +228,37 @@ def _check_recompute(built: Any) -> None:
         )
 
 
-def build_core(spec: ArchSpec, config: Any, dtype: torch.dtype) -> nn.Module:
+def build_core(
+    spec: ArchSpec, config: Any, dtype: torch.dtype, layout: Layout = ALONE
+) -> nn.Module:
     """The isomodels module of an architecture, for training, without weights.
 
+    Args:
+        spec, config: the architecture and its config.
+        dtype: of the parameters.
+        layout: which part of the model this rank holds.
+
     Raises:
-        UnsupportedError: the device, or kernels that do not pass their checks on it.
+        UnsupportedError: the device, kernels that do not pass their checks on it, or a layout that
+            does not divide the model.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    require_validated(device, dtype=dtype, head_dim=config.head_dim)
-    return load_object(spec.model)(config, dtype=dtype, device=device, carry_mtp=True)
+    require_validated(
+        device,
+        dtype=dtype,
+        head_dim=config.head_dim,
+        operators=operators_of(spec, config, dtype, "packed"),
+    )
+    model = load_object(spec.model)
+    if layout.whole and not layout.tensor.sequence:
+        return model(config, dtype=dtype, device=device, carry_mtp=True)
+    if spec.family == "hybrid":
+        raise UnsupportedError(
+            f"{spec.architecture} is trained with data parallelism only: set tensor, pipeline and "
+            "expert parallel sizes to 1"
+        )
+    check_layout(config, layout)
+    return model(config, dtype=dtype, device=device, carry_mtp=True, layout=layout)
 
 
 def model_provider(
@@ -261,15 +301,21 @@ def model_provider(
         config: Any | None = None,
         pg_collection: Any | None = None,
     ) -> IsoLanguageModel:
-        if not (pre_process and post_process) or vp_stage is not None:
-            raise UnsupportedError("isomodels does not run pipeline stages yet")
         if config is None:
             config = transformer_config(hf_config)
         else:
             check_transformer_config(config, hf_config)
-        core = build_core(spec, hf_config, config.params_dtype)
+        needed = ["tp", "pp", "ep", "cp"]
+        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(needed)
+        layout = layout_of(config, groups, hf_config.num_hidden_layers, vp_stage)
+        if (layout.stage.embeds, layout.stage.heads) != (pre_process, post_process):
+            raise UnsupportedError(
+                f"pre_process={pre_process} and post_process={post_process} do not fit this rank's "
+                "place among the pipeline stages: layers are divided evenly, in order"
+            )
+        core = build_core(spec, hf_config, config.params_dtype, layout)
         if load_weights:
             load_into(core, checkpoint, cast=cast)
-        return IsoLanguageModel(config, core, pg_collection)
+        return IsoLanguageModel(config, core, pg_collection, vp_stage=vp_stage)
 
     return provider

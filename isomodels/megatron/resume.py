@@ -16,6 +16,7 @@ Checked on megatron-core 0.16.1, 0.17.1, 0.18.2 and 0.19.2 with torch 2.13.0+cpu
 """
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,12 @@ from isomodels.errors import CheckpointError, HostError, UnsupportedError
 _OPTIMIZER_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable"}
 
 
-def save(path: str | Path, model: Any, optimizer: Any, steps: int) -> None:
+def save(path: str | Path, models: Sequence[Any], optimizer: Any, steps: int) -> None:
     """Saves a training into a folder, made if absent; every rank calls it.
 
     Args:
         path: the folder.
-        model: the `IsoLanguageModel`, without its wrappers.
+        models: the `IsoLanguageModel`s of this rank, without their wrappers.
         optimizer: what `get_megatron_optimizer` returned.
         steps: number of steps done.
 
@@ -50,7 +51,7 @@ def save(path: str | Path, model: Any, optimizer: Any, steps: int) -> None:
 
     _make_writable(Path(path))
     dist.barrier()
-    state = _sharded_state(model, optimizer, steps, is_loading=False)
+    state = _sharded_state(models, optimizer, steps, is_loading=False)
     try:
         dist_checkpointing.save(state, str(path))
     except EOFError as error:
@@ -73,7 +74,7 @@ def _make_writable(path: Path) -> None:
         raise CheckpointError(f"cannot write {path}: give a folder that you may write to")
 
 
-def load(path: str | Path, model: Any, optimizer: Any) -> int:
+def load(path: str | Path, models: Sequence[Any], optimizer: Any) -> int:
     """Loads what `save` saved into a model and its optimizer.
 
     Returns:
@@ -85,14 +86,16 @@ def load(path: str | Path, model: Any, optimizer: Any) -> int:
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.core import CheckpointingException
 
-    state = _sharded_state(model, optimizer, 0, is_loading=True)
+    state = _sharded_state(models, optimizer, 0, is_loading=True)
     try:
         loaded = dist_checkpointing.load(state, str(path))
     except (OSError, CheckpointingException, CheckpointException) as error:
         raise CheckpointError(
             f"cannot load {path}: {_reason(error)}; give a folder that Trainer.save wrote"
         ) from error
-    model.load_state_dict(loaded["model"])
+    for model in models:
+        own = model.state_dict().keys()
+        model.load_state_dict({k: v for k, v in loaded["model"].items() if k in own})
     optimizer.load_state_dict(loaded["optimizer"])
     return loaded["steps"]
 
@@ -105,14 +108,17 @@ def _reason(error: BaseException) -> str:
     return lines[0].rstrip(".") if lines else type(error).__name__
 
 
-def _sharded_state(model: Any, optimizer: Any, steps: int, is_loading: bool) -> dict[str, Any]:
+def _sharded_state(
+    models: Sequence[Any], optimizer: Any, steps: int, is_loading: bool
+) -> dict[str, Any]:
     for one in getattr(optimizer, "chained_optimizers", [optimizer]):
         if getattr(one, "float16_groups", None) and any(one.fp32_from_fp32_groups):
             raise UnsupportedError(
                 "Megatron's plain optimizer cannot save a bfloat16 model with float32 parameters: "
                 "use the distributed optimizer"
             )
-    weights = model.sharded_state_dict()
+    # stages number their layers as the whole model does: no name is there twice
+    weights = {k: v for model in models for k, v in model.sharded_state_dict().items()}
     states = optimizer.sharded_state_dict(
         weights, is_loading=is_loading, metadata=_OPTIMIZER_FORMAT
     )

@@ -4,12 +4,12 @@ For the parity command, the tests and small trainings. A user's trainer brings i
 takes only `model_provider`.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -20,9 +20,20 @@ from isomodels.checkpoint import save_checkpoint
 from isomodels.config import read_config
 from isomodels.errors import HostError
 from isomodels.megatron import resume
+from isomodels.megatron.layout import Degrees
 from isomodels.megatron.packing import Pack, pack
 from isomodels.megatron.process import start_process, stop_process
+from isomodels.megatron.stages import (
+    LayerOutputs,
+    from_last_stage,
+    gather_model,
+    record_layers,
+    unwrap,
+)
 from isomodels.trace import trace_rows
+
+if TYPE_CHECKING:
+    from isomodels.megatron.model import IsoLanguageModel
 
 
 @dataclass(frozen=True)
@@ -39,7 +50,10 @@ class StepResult:
 
 
 class Trainer:
-    """Trains and scores one checkpoint with Megatron, in data parallelism.
+    """Trains and scores one checkpoint with Megatron.
+
+    All ranks call the same methods. Those of one data parallel rank give the same sequences and
+    get the same results; other data parallel ranks may give others.
 
     Args:
         checkpoint: a Hugging Face checkpoint directory.
@@ -55,6 +69,8 @@ class Trainer:
         overlap: overlap gradient reduction and parameter gathering with compute.
         load_balancing: coefficient of the routers' load-balancing loss; it moves gradients only.
         bias_update_rate: by how much a step moves the routers' correction biases towards balance.
+        layout: how the ranks share the model; what is left of them is data parallelism.
+        timeout_s: after which a rank that waits for another fails.
 
     Without a GPU, CUDA devices are redirected to the CPU until `close` (see `cpu_redirect`).
 
@@ -83,14 +99,17 @@ class Trainer:
         overlap: bool = False,
         load_balancing: float = 0.0,
         bias_update_rate: float = 0.0,
+        layout: Degrees = Degrees(),
+        timeout_s: float = 600.0,
     ):
         self.checkpoint = Path(checkpoint)
         self.recompute = recompute
         self.max_tokens = max_tokens
         self.load_balancing = load_balancing
         self.bias_update_rate = bias_update_rate
+        self.layout = layout
         self.steps = 0
-        start_process()
+        start_process(layout, timeout_s)
         self._open = True
         torch.manual_seed(seed)
         try:
@@ -116,6 +135,7 @@ class Trainer:
             "params_dtype": dtype,
             "calculate_per_token_loss": True,
             "moe_router_bias_update_rate": self.bias_update_rate,
+            **self.layout.overrides(),
         }
         if recompute:
             overrides |= {
@@ -130,24 +150,49 @@ class Trainer:
             }
         _, hf_config = read_config(self.checkpoint)
         config = transformer_config(hf_config, **overrides)
-        self.model = model_provider(self.checkpoint, cast=cast)(config=config)
-        self.core: Any = self.model.core
-        wrapped = Float16Module(config, self.model) if config.bf16 else self.model
-        self.ddp = DistributedDataParallel(
-            config=config,
-            ddp_config=DistributedDataParallelConfig(
-                grad_reduce_in_fp32=True,
-                use_distributed_optimizer=distributed,
-                overlap_grad_reduce=overlap,
-                overlap_param_gather=overlap and distributed,
-            ),
-            module=wrapped,
-        )
+        provider = model_provider(self.checkpoint, cast=cast)
+        self.models = [
+            provider(*ends, vp_stage=vp_stage, config=config) for *ends, vp_stage in _stages()
+        ]
+        self.wrapped = [
+            DistributedDataParallel(
+                config=config,
+                ddp_config=DistributedDataParallelConfig(
+                    grad_reduce_in_fp32=True,
+                    use_distributed_optimizer=distributed,
+                    overlap_grad_reduce=overlap,
+                    overlap_param_gather=overlap and distributed,
+                ),
+                module=Float16Module(config, model) if config.bf16 else model,
+                disable_bucketing=number > 0,  # as in Megatron's own set-up of virtual stages
+            )
+            for number, model in enumerate(self.models)
+        ]
         config.finalize_model_grads_func = finalize_model_grads
         if overlap:
-            config.no_sync_func = self.ddp.no_sync
-            config.param_sync_func = self.ddp.start_param_sync if distributed else None
+            no_sync = [one.no_sync for one in self.wrapped]
+            sync = [one.start_param_sync for one in self.wrapped] if distributed else None
+            single = len(self.wrapped) == 1
+            config.no_sync_func = no_sync[0] if single else no_sync
+            config.param_sync_func = sync[0] if sync and single else sync
         self.config = config
+
+    # The model of a rank without virtual stages: all there is, where there is one stage.
+
+    @property
+    def model(self) -> "IsoLanguageModel":
+        """The first virtual stage of this rank."""
+        return self.models[0]
+
+    @property
+    def ddp(self) -> Any:
+        """Its wrapper."""
+        return self.wrapped[0]
+
+    @property
+    def core(self) -> Any:
+        """Its isomodels module."""
+        return self.model.core
 
     def _build_optimizer(
         self,
@@ -170,7 +215,7 @@ class Trainer:
                 use_distributed_optimizer=distributed,
                 overlap_param_gather=self.ddp.ddp_config.overlap_param_gather,
             ),
-            [self.ddp],
+            self.wrapped,
         )
         resume.repair_torch_adam_resume(self.optimizer)
         self.config.grad_scale_func = self.optimizer.scale_loss
@@ -182,7 +227,8 @@ class Trainer:
 
     def _pack(self, sequences: Sequence[Sequence[int]]) -> list[Pack]:
         device = next(self.core.parameters()).device
-        return pack(sequences, self.max_tokens, device)
+        multiple = self.layout.tp  # of tokens, which may be cut into slices
+        return pack(sequences, self.max_tokens, device, multiple=multiple)
 
     # Scoring
 
@@ -197,10 +243,12 @@ class Trainer:
             For each sequence of n tokens, [n - 1] fp32: token i + 1 given tokens 0 to i.
         """
         packs = self._pack(sequences)
-        self.ddp.eval()
+        for one in self.wrapped:
+            one.eval()
         with torch.no_grad():
             rows = self._run(packs, forward_only=True, temperature=temperature)
-        self.ddp.train()
+        for one in self.wrapped:
+            one.train()
         return _unpack(packs, rows)
 
     def forward_logprobs(
@@ -208,7 +256,7 @@ class Trainer:
     ) -> list[Tensor]:
         """Like `score`, from the forward pass of a training step (its gradients are dropped)."""
         packs = self._pack(sequences)
-        with self.model.without_bias_update():
+        with self._each_model("without_bias_update"):
             rows = self._run(packs, temperature=temperature)
         self._drop_gradients()
         return _unpack(packs, rows)
@@ -227,44 +275,49 @@ class Trainer:
         if not self.recompute:
             raise HostError("recompute_logprobs needs Trainer(..., recompute=True)")
         packs = self._pack(sequences)
-        layers = list(self.core.model.layers)
-        outputs: dict[nn.Module, list[Any]] = {layer: [] for layer in layers}
-
-        def keep(layer: nn.Module, args: Any, output: Any) -> None:
-            outputs[layer].append(output)
-
-        hooks = [layer.register_forward_hook(keep) for layer in layers]
-        rows = []
+        rows: list[Tensor] = []
         try:
             for one in packs:
-                for kept in outputs.values():
-                    kept.clear()
+                # virtual stages take several microbatches: the same one, so that any run will do
+                copies = [one] * (self.layout.pp if self.layout.vpp > 1 else 1)
                 # early stop would end a recomputed layer before its output exists
-                with set_checkpoint_early_stop(False), self.model.without_bias_update():
-                    self._run([one])
-                if any(len(kept) != 2 for kept in outputs.values()):
+                with (
+                    set_checkpoint_early_stop(False),
+                    self._each_model("without_bias_update"),
+                    record_layers(self.models) as outputs,
+                ):
+                    self._run(copies)
+                if any(len(runs) != 2 * len(copies) for runs in outputs.values()):
                     raise HostError("a layer was not recomputed in the backward pass")
-                rows.append(self._head(one, lambda layer, *_: outputs[layer][1], temperature))
+                rows.append(self._head(one, outputs, temperature))
         finally:
-            for hook in hooks:
-                hook.remove()
             self._drop_gradients()
         return _unpack(packs, rows)
 
     @contextmanager
     def without_recompute(self) -> Iterator[None]:
         """Forward passes that keep every activation, in a trainer that else recomputes them."""
-        with self.model.without_recompute():
+        with self._each_model("without_recompute"):
+            yield
+
+    @contextmanager
+    def _each_model(self, context: str) -> Iterator[None]:
+        with ExitStack() as stack:
+            for model in self.models:
+                stack.enter_context(getattr(model, context)())
             yield
 
     @torch.no_grad()
-    def _head(self, one: Pack, run_layer: Callable[..., Any], temperature: float) -> Tensor:
-        """[T] logprobs where `run_layer` stands in for every layer."""
-        from isomodels.megatron.inputs import read_tokens
-
-        tokens = read_tokens(one.input_ids, None, None, one.params, self.model.max_sequence_length)
-        hidden = self.core(tokens.input_ids, tokens.positions, tokens.batch, run_layer=run_layer)
-        return self.core.token_logprobs(hidden, one.targets.reshape(-1), temperature)
+    def _head(self, one: Pack, outputs: LayerOutputs, temperature: float) -> Tensor:
+        """[T] logprobs from what the last layer gave in its last run, a recomputed one."""
+        rows = []
+        last = self.models[-1]
+        if last.post_process:
+            *_, runs = outputs.values()
+            core = last.core
+            hidden = core.finish(core.model.norm(*runs[-1])[0])
+            rows = [core.token_logprobs(hidden, one.targets.reshape(-1), temperature)]
+        return from_last_stage(rows, [one])[0]
 
     @torch.no_grad()
     def trace(self, token_ids: Sequence[int], position: int) -> dict[str, str]:
@@ -322,7 +375,8 @@ class Trainer:
         return StepResult(loss=-total / count, grad_norm=float(grad_norm))
 
     def _drop_gradients(self) -> None:
-        self.ddp.zero_grad_buffer()
+        for one in self.wrapped:
+            one.zero_grad_buffer()
         self.optimizer.zero_grad()
 
     def _run(
@@ -334,23 +388,28 @@ class Trainer:
         from isomodels.megatron.model import token_logprobs_processor
 
         rows: list[Tensor] = []
+        packs_run = [*packs, *self._idle(packs)]
 
         def forward_step(data: Iterator[Pack], model: nn.Module) -> tuple[Tensor, Any]:
             one = next(data)
-            if temperature == 1.0:  # the path of a plain trainer
-                loss = model(
-                    one.input_ids, None, None, labels=one.targets, packed_seq_params=one.params
-                )
-            else:
-                loss = model(
-                    one.input_ids,
-                    None,
-                    None,
-                    labels=one.targets,
-                    packed_seq_params=one.params,
-                    output_processor=token_logprobs_processor,
-                    output_processor_context=temperature,
-                ).neg()
+            processor: dict[str, Any] = {}
+            if temperature != 1.0:  # else the path of a plain trainer
+                processor = {
+                    "output_processor": token_logprobs_processor,
+                    "output_processor_context": temperature,
+                }
+            loss = model(
+                one.input_ids,
+                None,
+                None,
+                labels=one.targets,
+                packed_seq_params=one.params,
+                **processor,
+            )
+            if not unwrap(model).post_process:
+                return loss, None  # the next stage's input
+            if processor:
+                loss = loss.neg()
             rows.append(loss.detach().neg().view(-1))
 
             def total(loss: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -361,14 +420,21 @@ class Trainer:
 
         get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=iter(packs),
-            model=self.ddp,
-            num_microbatches=len(packs),
+            data_iterator=[iter(packs_run) for _ in self.wrapped],
+            model=self.wrapped,
+            num_microbatches=len(packs_run),
             seq_length=self.max_tokens,
             micro_batch_size=1,
             forward_only=forward_only,
         )
-        return rows
+        return from_last_stage(rows[: len(packs)], packs)
+
+    def _idle(self, packs: list[Pack]) -> list[Pack]:
+        """Microbatches without a target: virtual stages take as many as a multiple of stages."""
+        if self.layout.vpp == 1:
+            return []
+        missing = -len(packs) % self.layout.pp
+        return self._pack([[0]]) * missing
 
     # Checkpoints
 
@@ -379,9 +445,11 @@ class Trainer:
             CheckpointError: if the folder cannot be written; see `isomodels.checkpoint`.
         """
         if self.ddp.ddp_config.overlap_param_gather:
-            self.ddp.start_param_sync(force_sync=True)
-        if dist.get_rank() == 0:
-            save_checkpoint(self.core, path, like=self.checkpoint)
+            for one in self.wrapped:
+                one.start_param_sync(force_sync=True)
+        whole = gather_model(self.models)
+        if whole is not None:
+            save_checkpoint(whole, path, like=self.checkpoint)
         dist.barrier()
 
     def save(self, path: str | Path) -> None:
@@ -391,7 +459,7 @@ class Trainer:
             CheckpointError: if the folder cannot be written.
             HostError: if Megatron's helper process cannot start.
         """
-        resume.save(path, self.model, self.optimizer, self.steps)
+        resume.save(path, self.models, self.optimizer, self.steps)
 
     def load(self, path: str | Path) -> None:
         """Loads what `save` saved; training goes on bit for bit as if never interrupted.
@@ -399,7 +467,7 @@ class Trainer:
         Raises:
             CheckpointError: if the folder holds no such training, or another model's.
         """
-        self.steps = resume.load(path, self.model, self.optimizer)
+        self.steps = resume.load(path, self.models, self.optimizer)
 
     def close(self) -> None:
         """Gives back the process groups of Megatron and torch."""
@@ -408,8 +476,10 @@ class Trainer:
             stop_process()
             # Hooks of Megatron's wrapper hang on autograd nodes, where the collector cannot see
             # them: the wrapper would keep its process groups, and their threads, for good.
-            for name in {"ddp", "optimizer"} & vars(self).keys():  # a start that failed has none
-                vars(vars(self)[name]).clear()
+            held = [*vars(self).get("wrapped", ()), vars(self).get("optimizer")]
+            for one in held:  # a start that failed has none
+                if one is not None:
+                    vars(one).clear()
 
     def __enter__(self) -> "Trainer":
         return self
@@ -421,6 +491,21 @@ class Trainer:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _stages() -> Iterator[tuple[bool, bool, int | None]]:
+    """For each virtual stage of this rank: whether it is the first and the last of all, and its
+    number (None without virtual ones)."""
+    from megatron.core import parallel_state
+
+    virtual = parallel_state.get_virtual_pipeline_model_parallel_world_size()
+    first = parallel_state.is_pipeline_first_stage(ignore_virtual=True)
+    last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+    if virtual is None:
+        yield first, last, None
+        return
+    for number in range(virtual):
+        yield first and number == 0, last and number == virtual - 1, number
 
 
 def _unpack(packs: list[Pack], rows: list[Tensor]) -> list[Tensor]:

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import threading
 import traceback
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ class Remote:
     Args:
         name: for messages.
         factory: "module:name".
+        environment: variables set there before anything is built.
+        forked: fork a process that has imported these modules, which several then need not do.
         kwargs: picklable arguments.
 
     `result` gives the next outstanding value: first that of the start (None), then one for each
@@ -36,15 +39,27 @@ class Remote:
     which names the process's log.
     """
 
-    def __init__(self, name: str, factory: str, **kwargs: Any):
+    def __init__(
+        self,
+        name: str,
+        factory: str,
+        *,
+        environment: Mapping[str, str] | None = None,
+        forked: Sequence[str] = (),
+        **kwargs: Any,
+    ):
         self.name = name
         descriptor, path = tempfile.mkstemp(prefix=f"isomodels-{name}-", suffix=".log")
         os.close(descriptor)
         self.log = Path(path)
-        context = multiprocessing.get_context("spawn")
+        context: Any = multiprocessing.get_context("forkserver" if forked else "spawn")
+        if forked:
+            context.set_forkserver_preload(list(forked))
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(
-            target=_serve, args=(theirs, str(self.log), factory, kwargs), name=name
+            target=_serve,
+            args=(theirs, str(self.log), factory, dict(environment or {}), kwargs),
+            name=name,
         )
         self._process.start()
         theirs.close()
@@ -80,6 +95,16 @@ class Remote:
         self.submit(method, *args, **kwargs)
         return self.result()
 
+    @property
+    def ready(self) -> bool:
+        """Whether `result` would not wait."""
+        return not self._answers.empty()
+
+    def kill(self) -> None:
+        """End the process at once, in the middle of whatever it does."""
+        self._process.kill()
+        self._process.join()
+
     def _read(self) -> None:
         with contextlib.suppress(EOFError, OSError):
             while True:
@@ -90,11 +115,16 @@ class Remote:
         lines = self.log.read_text(errors="replace").split("\n")
         return next((line for line in reversed(lines) if line.strip()), "")
 
-    def close(self) -> None:
-        """End the process; its log goes with it unless a `ProcessError` names it."""
+    def stop(self) -> None:
+        """Ask the process to end, without waiting."""
         if self._process.is_alive():
             with contextlib.suppress(OSError):
                 self._pipe.send(None)
+
+    def close(self) -> None:
+        """End the process; its log goes with it unless a `ProcessError` names it."""
+        if self._process.is_alive():
+            self.stop()
             self._process.join(20)
         for end in (self._process.terminate, self._process.kill):
             if self._process.is_alive():
@@ -110,8 +140,15 @@ class Remote:
         self.close()
 
 
-def _serve(pipe: Connection, log: str, factory: str, kwargs: dict[str, Any]) -> None:
+def _serve(
+    pipe: Connection,
+    log: str,
+    factory: str,
+    environment: dict[str, str],
+    kwargs: dict[str, Any],
+) -> None:
     """The other process: build the object, then answer calls until told to end."""
+    os.environ.update(environment)
     with open(log, "ab", buffering=0) as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)

@@ -79,7 +79,6 @@ def test_a_layer_frequency_may_be_a_number(tmp_path):
         ({"moe_router_pre_softmax": True}, ConfigError),
         ({"moe_router_topk_scaling_factor": 2.5}, ConfigError),
         ({"moe_router_num_groups": 4, "moe_router_group_topk": 2}, ConfigError),
-        ({"expert_model_parallel_size": 2}, UnsupportedError),
         ({"expert_tensor_parallel_size": 2}, UnsupportedError),
         ({"moe_router_load_balancing_type": "seq_aux_loss"}, UnsupportedError),
         ({"moe_router_load_balancing_type": "sinkhorn"}, UnsupportedError),

@@ -48,13 +48,13 @@ def test_row_76_the_config_that_comes_out_is_the_one_that_went_in(checkpoint, ki
     assert read_config(tmp_path / "out") == read_config(source)
 
 
+ANY_LENGTH = {"variable_seq_lengths": True}
+
+
 @pytest.mark.parametrize(
     "override",
     [
-        {"tensor_model_parallel_size": 2},
-        {"pipeline_model_parallel_size": 2},
         {"context_parallel_size": 2},
-        {"expert_model_parallel_size": 2},
         {"fp8": "hybrid"},
         {"hidden_dropout": 0.1},
         {"attention_dropout": 0.1},
@@ -69,16 +69,36 @@ def test_row_76_the_config_that_comes_out_is_the_one_that_went_in(checkpoint, ki
 )
 def test_unsupported_features_are_named(checkpoint, override):
     _, hf_config = read_config(checkpoint("qwen3", "fp32"))
-    if override.get("params_dtype") is None and "expert_model_parallel_size" in override:
-        # Megatron itself refuses it without experts
-        built = transformer_config(hf_config)
-        built.expert_model_parallel_size = 2
-        with pytest.raises(UnsupportedError, match="expert_model_parallel_size"):
-            check_transformer_config(built, hf_config)
-        return
     name = "float16" if "params_dtype" in override else next(iter(override))
     with pytest.raises(UnsupportedError, match=name):
         transformer_config(hf_config, **override)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ({"tensor_model_parallel_size": 3}, r"leaves .* summed: use 1$"),
+        ({"tensor_model_parallel_size": 8}, r"leaves .* summed: use 1$"),
+        ({"pipeline_model_parallel_size": 2, **ANY_LENGTH}, r"the 3 layers: .* one of 1, 3"),
+        ({"pipeline_model_parallel_size": 3}, "variable_seq_lengths to True"),
+        (
+            {
+                "pipeline_model_parallel_size": 1,
+                "virtual_pipeline_model_parallel_size": 3,
+                **ANY_LENGTH,
+            },
+            "overlap_p2p_comm",
+        ),
+        ({"expert_model_parallel_size": 2}, "no experts, use 1"),
+    ],
+)
+def test_degrees_that_do_not_divide(checkpoint, override, message):
+    _, hf_config = read_config(checkpoint("qwen3", "fp32"))
+    built = transformer_config(hf_config)
+    for name, value in override.items():
+        setattr(built, name, value)
+    with pytest.raises(UnsupportedError, match=message):
+        check_transformer_config(built, hf_config)
 
 
 @pytest.mark.parametrize("name", ["fp16", "batch_invariant_mode", "sequence_parallel"])

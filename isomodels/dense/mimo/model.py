@@ -11,6 +11,8 @@ from torch import nn
 from isomodels.dense.mimo.config import MiMoConfig
 from isomodels.layers.carried import CarriedTensors
 from isomodels.layers.decoder import CausalLM
+from isomodels.layers.linear import Placed
+from isomodels.layers.parallel import ALONE, Layout
 
 
 class MiMoForCausalLM(CausalLM):
@@ -23,9 +25,11 @@ class MiMoForCausalLM(CausalLM):
         dtype: torch.dtype,
         device: torch.device | None = None,
         carry_mtp: bool = False,
+        layout: Layout = ALONE,
     ):
-        super().__init__(config, qkv_bias=True, qk_norm=False, dtype=dtype, device=device)
-        if carry_mtp:
+        placed: Placed = {"dtype": dtype, "device": device, "layout": layout}
+        super().__init__(config, qkv_bias=True, qk_norm=False, **placed)
+        if carry_mtp and layout.stage.heads:
             self.model.mtp_layers = nn.ModuleList(
                 CarriedTensors(mtp_shapes(config), dtype, device)
                 for _ in range(config.num_nextn_predict_layers)

@@ -7,6 +7,8 @@ import torch
 
 from isomodels.dense.qwen3.config import Qwen3Config
 from isomodels.layers.decoder import CausalLM
+from isomodels.layers.linear import Placed
+from isomodels.layers.parallel import ALONE, Layout
 
 
 class Qwen3ForCausalLM(CausalLM):
@@ -19,5 +21,7 @@ class Qwen3ForCausalLM(CausalLM):
         dtype: torch.dtype,
         device: torch.device | None = None,
         carry_mtp: bool = False,
+        layout: Layout = ALONE,
     ):
-        super().__init__(config, qkv_bias=False, qk_norm=True, dtype=dtype, device=device)
+        placed: Placed = {"dtype": dtype, "device": device, "layout": layout}
+        super().__init__(config, qkv_bias=False, qk_norm=True, **placed)

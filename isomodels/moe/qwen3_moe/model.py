@@ -10,6 +10,7 @@ from isomodels.layers.decoder import CausalLM
 from isomodels.layers.linear import Placed
 from isomodels.layers.mlp import MLP
 from isomodels.layers.moe import MoE
+from isomodels.layers.parallel import ALONE, Layout
 from isomodels.moe.qwen3_moe.config import Qwen3MoeConfig
 
 
@@ -23,8 +24,9 @@ class Qwen3MoeForCausalLM(CausalLM):
         dtype: torch.dtype,
         device: torch.device | None = None,
         carry_mtp: bool = False,
+        layout: Layout = ALONE,
     ):
-        placed: Placed = {"dtype": dtype, "device": device}
+        placed: Placed = {"dtype": dtype, "device": device, "layout": layout}
 
         def make_mlp(layer_index: int) -> nn.Module:
             hidden = config.hidden_size

@@ -1,0 +1,255 @@
+"""Which part of a model this process holds: the layout, stated by the host at construction.
+
+Nothing here can move a bit: a rank holds whole columns of a product, whole leaves of K, whole
+leaves of the vocabulary, whole heads, whole experts and whole layers.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from isomodels.errors import UnsupportedError
+from isomodels.kernels.row_linear import LEAVES
+from isomodels.kernels.vocab_parallel import VocabShard
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """Ranks that share every layer.
+
+    Attributes:
+        rank, size: of `group`; 1 is no parallelism.
+        group: torch.distributed's group of the host.
+        sequence: whether the residual stream is cut into slices of tokens, one a rank
+            (Megatron's sequence parallelism); the number of tokens must then be a multiple of
+            `size`.
+    """
+
+    rank: int = 0
+    size: int = 1
+    group: Any = None
+    sequence: bool = False
+
+
+@dataclass(frozen=True)
+class ExpertParallel:
+    """Ranks that share the experts of a layer, each whole on one of them.
+
+    Attributes:
+        rank, size: of `group`.
+        group: torch.distributed's group of the host.
+        replicated: whether the ranks hold the same tokens (an engine's) or each its own.
+    """
+
+    rank: int = 0
+    size: int = 1
+    group: Any = None
+    replicated: bool = False
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A pipeline stage: layers `first` to `end` (all, if None), and what stands before and after.
+
+    Attributes:
+        embeds: whether the embedding belongs to it.
+        heads: whether the final norm and the head do.
+    """
+
+    first: int = 0
+    end: int | None = None
+    embeds: bool = True
+    heads: bool = True
+
+    def layers(self, count: int) -> range:
+        """Indices of its layers in a model of `count`."""
+        return range(self.first, count if self.end is None else self.end)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What one process holds; the default is everything."""
+
+    tensor: TensorParallel = field(default_factory=TensorParallel)
+    experts: ExpertParallel = field(default_factory=ExpertParallel)
+    stage: Stage = field(default_factory=Stage)
+
+    @property
+    def whole(self) -> bool:
+        """Whether the process holds all parameters."""
+        return self.tensor.size == self.experts.size == 1 and self.stage == Stage()
+
+
+ALONE = Layout()
+
+
+@dataclass(frozen=True)
+class Part:
+    """A contiguous part of a tensor's axis, cut into equal pieces, of which a rank holds one.
+
+    Attributes:
+        offset, size: of the part in the whole axis.
+        index, pieces: which piece of how many; the last ones are shorter where `width` is given.
+        copies, copy: how many ranks hold this piece, and which of them this rank is.
+        width: length of a piece, where they are not equal.
+    """
+
+    offset: int
+    size: int
+    index: int = 0
+    pieces: int = 1
+    copies: int = 1
+    copy: int = 0
+    width: int | None = None
+
+    @property
+    def start(self) -> int:
+        """Of the piece in the whole axis."""
+        return self.offset + min(self.index * self._width, self.size)
+
+    @property
+    def length(self) -> int:
+        """Of the piece."""
+        return min(self._width, self.size - min(self.index * self._width, self.size))
+
+    @property
+    def _width(self) -> int:
+        return self.width or self.size // self.pieces
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What a rank holds of a tensor: a piece of each part of axis `dim`, one after another."""
+
+    dim: int
+    parts: tuple[Part, ...]
+
+    @property
+    def length(self) -> int:
+        """Size of axis `dim` on this rank."""
+        return sum(part.length for part in self.parts)
+
+    @property
+    def whole(self) -> int:
+        """Size of axis `dim` of the whole tensor."""
+        return sum(part.size for part in self.parts)
+
+    def take(self, tensor: Tensor) -> Tensor:
+        """The whole tensor -> this rank's."""
+        pieces = [tensor.narrow(self.dim, part.start, part.length) for part in self.parts]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.dim)
+
+    def put(self, whole: Tensor, own: Tensor) -> None:
+        """Write this rank's tensor to its places in the whole one."""
+        pieces = own.split([part.length for part in self.parts], self.dim)
+        for part, piece in zip(self.parts, pieces, strict=True):
+            whole.narrow(self.dim, part.start, part.length).copy_(piece)
+
+
+def split(sizes: Sequence[int], rank: int, ranks: int, dim: int = 0) -> Shard:
+    """Every part of an axis cut evenly among the ranks."""
+    return Shard(dim, tuple(_parts(sizes, [(rank, ranks, 1, 0)] * len(sizes))))
+
+
+def split_kv(queries: int, kv_heads: int, head_dim: int, rank: int, ranks: int) -> Shard:
+    """Rows [q | k | v]: ranks beyond the number of key heads share them.
+
+    Args:
+        queries: rows of all queries (and of what lies with them).
+        kv_heads, head_dim: of keys, and of values.
+        rank, ranks: of tensor parallelism.
+    """
+    copies = max(1, ranks // kv_heads)
+    own = (rank // copies, ranks // copies, copies, rank % copies)
+    sizes = (queries, kv_heads * head_dim, kv_heads * head_dim)
+    return Shard(0, tuple(_parts(sizes, [(rank, ranks, 1, 0), own, own])))
+
+
+def _parts(sizes: Sequence[int], cuts: Sequence[tuple[int, int, int, int]]) -> Iterator[Part]:
+    offset = 0
+    for size, (index, pieces, copies, copy) in zip(sizes, cuts, strict=True):
+        yield Part(offset, size, index, pieces, copies, copy)
+        offset += size
+
+
+def split_vocab(vocab: VocabShard) -> Shard:
+    """Whole leaves of the vocabulary; the last ranks hold fewer rows, or none."""
+    part = Part(0, vocab.vocab_size, vocab.rank, vocab.ranks, width=vocab.width)
+    return Shard(0, (part,))
+
+
+def shards(core: nn.Module) -> dict[str, Shard]:
+    """Name of each parameter that this process holds a part of -> which part."""
+    return {
+        f"{prefix}.{name}" if prefix else name: shard
+        for prefix, module in core.named_modules()
+        for name, shard in getattr(module, "shards", {}).items()
+    }
+
+
+class LayerStack(nn.ModuleList):
+    """Layers under their index in the whole model, of which this may hold a stage only."""
+
+    def __init__(self, modules: Sequence[nn.Module], first: int = 0):
+        super().__init__()
+        for index, module in enumerate(modules):
+            self.add_module(str(first + index), module)
+
+    def __getitem__(self, index: Any) -> Any:
+        return list(self._modules.values())[index]
+
+
+def check_layout(config: Any, layout: Layout) -> None:
+    """Refuse a degree that does not divide the model, naming the degrees that do.
+
+    Args:
+        config: the architecture's config.
+        layout: the host's.
+
+    Raises:
+        UnsupportedError: one sentence.
+    """
+    _check_tensor(config, layout.tensor.size)
+    if config.routing is not None and layout.tensor.size * layout.experts.size > 1:
+        raise UnsupportedError("tensor and expert parallelism of models with experts: use 1")
+    ranks = layout.experts.size
+    experts = config.routing.num_experts if config.routing is not None else 1
+    if ranks > 1 and experts == 1:
+        raise UnsupportedError(f"expert parallelism of {ranks}: the model has no experts, use 1")
+    if experts % ranks:
+        fitting = [n for n in range(1, experts + 1) if experts % n == 0]
+        raise UnsupportedError(
+            f"expert parallelism of {ranks} does not divide the {experts} experts: "
+            f"use {_either(fitting)}"
+        )
+
+
+def _check_tensor(config: Any, ranks: int) -> None:
+    fitting = [n for n in range(1, LEAVES + 1) if _obstacle(config, n) is None]
+    obstacle = _obstacle(config, ranks)
+    if obstacle is not None:
+        raise UnsupportedError(
+            f"tensor parallelism of {ranks} does not divide {obstacle}: use {_either(fitting)}"
+        )
+
+
+def _obstacle(config: Any, ranks: int) -> str | None:
+    """What tensor parallelism of this degree does not divide, or None."""
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    if ranks < 1 or LEAVES % ranks:
+        return f"the {LEAVES} leaves in which row-parallel products are summed"
+    if heads % ranks:
+        return f"the {heads} attention heads"
+    if kv_heads % ranks and ranks % kv_heads:
+        return f"the {kv_heads} key-value heads"
+    if VocabShard(config.vocab_size, ranks - 1, ranks).count == 0:
+        return f"the leaves of a vocabulary of {config.vocab_size}"
+    return None
+
+
+def _either(degrees: Sequence[int]) -> str:
+    *others, last = map(str, degrees)
+    return f"{', '.join(others)} or {last}" if others else last

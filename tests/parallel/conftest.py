@@ -1,0 +1,42 @@
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from isomodels.parity.checkpoints import random_checkpoint, tiny_config
+from isomodels.parity.ranks import Ranks
+
+CORE = "tests.parallel.core_rank:CoreRank"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _importable(pytestconfig: pytest.Config) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(pytestconfig.rootpath))
+        yield
+
+
+@pytest.fixture(scope="session")
+def four_ranks() -> Iterator[Ranks]:
+    """Four processes over gloo that run the module itself."""
+    with Ranks("core", CORE, 4) as ranks:
+        ranks.results()
+        yield ranks
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """tiny(architecture, dtype, **fields of config.json) -> checkpoint, made once."""
+    made: dict[tuple, Path] = {}
+
+    def get(architecture: str, dtype: str, **fields: object) -> Path:
+        key = (architecture, dtype, *sorted(fields.items()))
+        if key not in made:
+            folder = tmp_path_factory.mktemp("tiny") / "checkpoint"
+            raw = {**tiny_config(architecture), "num_hidden_layers": 2, **fields}
+            made[key] = random_checkpoint(folder, raw, dtype, seed=1)
+        return made[key]
+
+    torch.set_num_threads(1)
+    return get

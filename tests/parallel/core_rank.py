@@ -1,0 +1,115 @@
+"""One rank that runs the module itself over gloo; see test_core.py."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from isomodels.batch import Batch
+from isomodels.checkpoint import load_into, open_checkpoint
+from isomodels.layers import collectives
+from isomodels.layers.parallel import ExpertParallel, Layout, TensorParallel, shards
+from isomodels.registry import load_object
+
+CASES = ("logits", "logprobs", "token_logprobs")
+
+
+class CoreRank:
+    """Runs a checkpoint's module in any layout of at most as many ranks as there are."""
+
+    def __init__(self) -> None:
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo")
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.groups = {n: dist.new_group(list(range(n))) for n in range(1, self.size + 1)}
+
+    def layout(self, ranks: int, sequence: bool, experts: int, replicated: bool) -> Layout:
+        group = self.groups[ranks]
+        tensor = TensorParallel(self.rank, ranks, group, sequence)
+        expert = ExpertParallel(self.rank, ranks, group, replicated)
+        if experts == 1:
+            expert = replace(expert, rank=0, size=1, group=None)
+        return Layout(tensor, expert)
+
+    def run(
+        self,
+        path: str,
+        lengths: list[int],
+        ranks: int = 1,
+        *,
+        sequence: bool = False,
+        experts: int = 1,
+        replicated: bool = False,
+        small: int | None = None,
+        gradients: bool = False,
+    ) -> dict[str, Any] | None:
+        """Bits of every result, as this rank sees them; gradients as whole tensors."""
+        if self.rank >= ranks:
+            return None
+        if small is not None:
+            collectives.SMALL_MESSAGE = small
+        checkpoint = open_checkpoint(Path(path))
+        layout = self.layout(ranks, sequence, experts, replicated)
+        core = load_object(checkpoint.spec.model)(
+            checkpoint.config, dtype=checkpoint.dtype, **({"layout": layout} if ranks > 1 else {})
+        )
+        load_into(core, path)
+        ids, positions, batch = tokens(lengths, checkpoint.config.vocab_size)
+        targets = ids.roll(-1)
+        with torch.set_grad_enabled(gradients):
+            hidden = core(ids, positions, batch)
+            out: dict[str, Any] = {
+                "hidden": hidden,
+                "logits": core.logits(hidden),
+                "logprobs": core.logprobs(hidden, 0.7),
+                "token_logprobs": core.token_logprobs(hidden, targets, 0.7),
+            }
+            if gradients:
+                # a weight for each token: none may be lost, none counted twice
+                weights = torch.linspace(0.5, 1.5, len(ids))
+                (core.token_logprobs(hidden, targets) * weights).sum().backward()
+        dumped = {name: value.detach().clone() for name, value in out.items()}
+        if gradients:
+            dumped["gradients"] = whole_gradients(core, ranks, self.groups[ranks])  # type: ignore
+        return dumped
+
+
+def tokens(lengths: list[int], vocab_size: int) -> tuple[Tensor, Tensor, Batch]:
+    generator = torch.Generator().manual_seed(3)
+    bounds = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+    ids = torch.randint(vocab_size, (sum(lengths),), generator=generator)
+    return ids, Batch.positions(bounds), Batch.packed(bounds)
+
+
+def whole_gradients(core: nn.Module, ranks: int, group: Any) -> dict[str, Tensor]:
+    """Gradients put together from all ranks; what every rank has must be the same on all."""
+    own = {name: p.grad for name, p in core.named_parameters() if p.grad is not None}
+    if ranks == 1:
+        return own
+    gathered: list[Any] = [None] * ranks
+    dist.all_gather_object(gathered, (own, shards(core)), group=group)
+    whole = {}
+    for name, grad in own.items():
+        shard = gathered[0][1].get(name)
+        if shard is None:
+            summed = name.endswith("layernorm.weight") or name == "model.norm.weight"
+            if summed and core.layout.tensor.sequence:  # Megatron adds them; see the host
+                whole[name] = sum(one[name].float() for one, _ in gathered).to(grad.dtype)
+                continue
+            for other, _ in gathered:
+                assert torch.equal(other[name], grad), f"{name} differs among the ranks"
+            whole[name] = grad
+            continue
+        shape = list(grad.shape)
+        shape[shard.dim] = shard.whole
+        whole[name] = grad.new_zeros(shape)
+        for other, parts in gathered:
+            parts[name].put(whole[name], other[name])
+    return whole
+
+
+def close() -> None:
+    dist.destroy_process_group()

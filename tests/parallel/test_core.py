@@ -1,0 +1,54 @@
+"""The module cut over real processes: every rank sees the bits of the whole module."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from isomodels.parity.ranks import Ranks
+from tests.megatron.bits import assert_same_bits
+
+LENGTHS = [1, 17, 64, 3, 35]  # 120 tokens: a multiple of 2 and 4
+CASES = ("hidden", "logits", "logprobs", "token_logprobs")
+DENSE = ("Qwen3ForCausalLM", "MiMoForCausalLM")
+ALONE: dict[tuple, dict[str, Any]] = {}
+
+
+def run(processes: Ranks, path: Any, **how: Any) -> list[dict[str, Any]]:
+    processes.submit("run", str(path), LENGTHS, **how)
+    return [one for one in processes.results() if one is not None]
+
+
+def alone(processes: Ranks, path: Any, **how: Any) -> dict[str, Any]:
+    key = (str(path), *how.items())
+    if key not in ALONE:
+        (ALONE[key],) = run(processes, path, **how)
+    return ALONE[key]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("sequence", [False, True], ids=["tp", "sp"])
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("architecture", DENSE)
+def test_dense_over_ranks(four_ranks, tiny, architecture, size, sequence, dtype):
+    # tied in one of them; two key heads, which four ranks share
+    fields = {"tie_word_embeddings": True} if architecture == "Qwen3ForCausalLM" else {}
+    path = tiny(architecture, dtype, **fields)
+    expected = alone(four_ranks, path)
+    for small in (0, 1 << 30):
+        for got in run(four_ranks, path, ranks=size, sequence=sequence, small=small):
+            for case in CASES:
+                assert_same_bits(got[case], expected[case], case)
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["tp", "sp"])
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("architecture", DENSE)
+def test_gradients_over_ranks(four_ranks, tiny, architecture, size, sequence):
+    path = tiny(architecture, "float32", tie_word_embeddings=architecture == "Qwen3ForCausalLM")
+    expected = alone(four_ranks, path, gradients=True)["gradients"]
+    got = run(four_ranks, path, ranks=size, sequence=sequence, gradients=True)[0]["gradients"]
+    assert got.keys() == expected.keys()
+    for name, gradient in expected.items():
+        scale = float(gradient.abs().max())
+        torch.testing.assert_close(got[name], gradient, atol=3e-6 * scale, rtol=0, msg=name)
