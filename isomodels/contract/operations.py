@@ -13,6 +13,7 @@ from isomodels.batch import Batch, PagedKV, PagedStates
 from isomodels.layers.gated_delta import state_layout
 from isomodels.layers.hybrid_config import HybridConfig
 from isomodels.layers.mla_config import LatentMoEConfig
+from isomodels.registry import ArchSpec, load_object
 
 # Where the past lies is all that cases differ in before the hosts; "Words" of docs/design.md.
 CASES = {
@@ -78,6 +79,18 @@ def operations_of(core: Any) -> dict[str, dict[str, dict[str, int]]]:
                     score(hidden)
                 found[form][name] = dict(scoring.counts)
     return found
+
+
+def operators_of(spec: ArchSpec, config: Any, dtype: torch.dtype, form: str) -> set[str]:
+    """The operators that one host runs, in either mode of its logprobs.
+
+    Args:
+        spec, config: as `read_config` gives them.
+        dtype: of the model.
+        form: "packed" for a trainer, "paged" for an engine.
+    """
+    core = load_object(spec.model)(config, dtype=dtype, device=torch.device("meta"))
+    return {name for part in operations_of(core)[form].values() for name in part}
 
 
 def _processed(core: Any, hidden: torch.Tensor) -> torch.Tensor:

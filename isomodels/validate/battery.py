@@ -24,7 +24,8 @@ from isomodels.validate.inputs import hard
 from isomodels.validate.rows import ROWS
 
 Depth = Literal["quick", "full"]
-REQUIRED = ("invariance", "degenerate", "hazards", "accuracy", "gradients")
+GRADIENTS = "gradients"
+REQUIRED = ("invariance", "degenerate", "hazards", "accuracy", GRADIENTS)
 GRAPH = "graph"  # only on a GPU
 QUICK = ("fused", "parts")  # what engine and trainer compute by different operators
 
@@ -51,11 +52,13 @@ class Place:
         device: of the tensors.
         depth: "quick" before a host starts, "full" for the command.
         interpreted: the Triton kernels run in Triton's interpreter on the CPU.
+        trains: whether gradients are checked: an engine takes none.
     """
 
     device: torch.device
     depth: Depth = "full"
     interpreted: bool = False
+    trains: bool = True
 
     @property
     def on_gpu(self) -> bool:
@@ -163,6 +166,8 @@ class Operation:
         time to compile for the required checks alone, and for those of `QUICK`.
         """
         names = [name for name in self.checks if place.on_gpu or name != GRAPH]
+        if not place.trains:
+            names = [name for name in names if name != GRADIENTS]
         if place.interpreted:
             return [name for name in names if name != "hazards"]
         if place.on_gpu and place.depth == "quick":

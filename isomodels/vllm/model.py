@@ -11,6 +11,7 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from isomodels.batch import Batch
 from isomodels.contract import Contract, contract_for
+from isomodels.contract.operations import operators_of
 from isomodels.errors import CheckpointError
 from isomodels.registry import load_object
 from isomodels.validate import require_validated
@@ -49,7 +50,14 @@ class IsoModelsForCausalLM(nn.Module):
             self.get_model_state_cls = self.normalizing_state
         device = torch.device(vllm_config.device_config.device)
         # Here, in the worker, which has the device; the front end must not start CUDA.
-        require_validated(device, dtype=model_config.dtype, head_dim=self.config.head_dim)
+        dtype = model_config.dtype
+        require_validated(
+            device,
+            dtype=dtype,
+            head_dim=self.config.head_dim,
+            operators=operators_of(self.spec, self.config, dtype, "paged"),
+            trains=False,
+        )
         self.core = load_object(self.spec.model)(
             self.config, dtype=model_config.dtype, device=device
         ).requires_grad_(False)

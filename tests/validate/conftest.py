@@ -36,7 +36,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def few_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     """The battery has three fast operations only."""
     few = {name: load_operations()[name] for name in ("embedding", "rms_norm", "swiglu")}
-    monkeypatch.setattr("isomodels.validate.run.load_operations", lambda: few)
+    for module in ("run", "start"):
+        monkeypatch.setattr(f"isomodels.validate.{module}.load_operations", lambda: few)
 
 
 def fault_of(name: str, check: str, place: Place = QUICK) -> str | None:

@@ -69,6 +69,33 @@ def test_a_faulty_kernel_refuses_now_and_at_the_next_start(cache: Path, broken: 
             require_validated(CPU, **MODEL)
 
 
+def test_a_host_proves_what_its_model_runs_and_no_more(
+    cache: Path, broken: Broken, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = {**MODEL, "operators": {"embedding"}, "trains": False}
+    broken("swiglu", wrong_by(1.1))
+    require_validated(CPU, **engine)
+    kept, _ = load(facts(CPU))
+    assert kept is not None
+    assert set(kept.outcomes) == {"embedding"}
+    assert "gradients" not in kept.outcomes["embedding"].checks
+    # A trainer of the same model lacks the gradients, another model lacks an operation.
+    require_validated(CPU, **{**engine, "trains": True})
+    kept, _ = load(facts(CPU))
+    assert kept is not None
+    assert "gradients" in kept.outcomes["embedding"].checks
+    require_validated(CPU, **{**engine, "operators": {"embedding", "rms_norm"}})
+    kept, _ = load(facts(CPU))
+    assert kept is not None
+    assert set(kept.outcomes) == {"embedding", "rms_norm"}
+    caplog.clear()
+    require_validated(CPU, **{**engine, "operators": {"rms_norm"}})
+    assert not caplog.records
+    with pytest.raises(UnsupportedError, match=r"\(swiglu\)"):
+        require_validated(CPU, **{**engine, "operators": {"rms_norm", "swiglu"}})
+    require_validated(CPU, **engine)  # the fault is not in what this model runs
+
+
 def test_a_damaged_report_is_made_anew(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = store(report(fault="row 3 differs"))
     file.write_text("{")
@@ -126,9 +153,9 @@ def test_too_little_memory_is_no_fault(cache: Path, broken: Broken, monkeypatch)
 def test_workers_that_start_at_once(cache: Path) -> None:
     code = (
         "import torch\n"
-        "from isomodels.validate import require_validated, run\n"
+        "from isomodels.validate import require_validated, run, start\n"
         "few = {n: o for n, o in run.load_operations().items() if n in ('swiglu', 'embedding')}\n"
-        "run.load_operations = lambda: few\n"
+        "run.load_operations = start.load_operations = lambda: few\n"
         "require_validated(torch.device('cpu'), dtype=torch.float32, head_dim=32)\n"
     )
     root = Path(__file__).parents[2]

@@ -10,11 +10,13 @@ from isomodels.kernels.mla_attention import (
     paged_mla_attention,
     write_latent_cache,
 )
-from isomodels.validate.battery import Place, operation
-from isomodels.validate.bits import assert_same_bits
+from isomodels.validate.accuracy import assert_close
+from isomodels.validate.battery import GRAPH, Place, operation
+from isomodels.validate.bits import Fault, assert_same_bits
 from isomodels.validate.cases import Inputs
 from isomodels.validate.inputs import KINDS, numbers
 from isomodels.validate.pages import Pages
+from isomodels.validate.rows import assert_same_in_a_graph
 from isomodels.validate.sequences import ORDERS
 from isomodels.validate.streams import Engine, Stream, Tokens, stream_operation
 
@@ -70,6 +72,128 @@ def latent(draw: Inputs, heads: int, nope: int, rope: int, value: int, rank: int
     return Stream(run, exact, tuple(tokens), (kv_b,), engine)
 
 
+_whole, _steps = latent
+# (heads, nope, rope, value size, rank)
+_SMALL, _GLM, _DEEPSEEK = (2, 16, 8, 16, 32), (20, 192, 64, 256, 512), (128, 128, 64, 128, 512)
+
+
+class _History:
+    """Sequences in pages, and the output of every row of theirs by the packed operation."""
+
+    def __init__(
+        self, place: Place, lengths: list[int], sizes: tuple[int, ...], block_size: int = 16,
+        order: int = 1,
+    ):  # fmt: skip
+        heads, nope, rope, value, rank = sizes
+        count, self.scale = sum(lengths), (nope + rope) ** -0.5
+        shapes = ((count, heads, nope), (count, heads, rope), (count, rank), (count, rope))
+        drawn = [place.hard(*x, seed=i, dtype=place.sharp) for i, x in enumerate(shapes)]
+        self.tokens = [x.clamp(-2.0, 2.0) for x in drawn]
+        weight = place.hard(heads * (nope + value), rank, seed=9, dtype=place.sharp)
+        self.kv_b = weight / 8
+        self.lengths, self.place = lengths, place
+        self.starts = [sum(lengths[:i]) for i in range(len(lengths))]
+        self.pages = Pages(
+            lengths, 1, (rank + rope) // 2, block_size, place.sharp, order=ORDERS[order],
+            device=place.device,
+        )  # fmt: skip
+        slots = torch.cat([self.pages.slots(i, 0, n) for i, n in enumerate(lengths)])
+        write_latent_cache(self.tokens[2], self.tokens[3], self.pages.cache, slots)
+
+    def int32(self, values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=self.place.device)
+
+    def packed(self) -> Tensor:
+        bounds = self.int32([*self.starts, sum(self.lengths)])
+        return mla_attention(*self.tokens, self.kv_b, bounds, self.scale)[0]
+
+    def step(self, runs: list[tuple[int, int, int]]) -> tuple[Tensor, Tensor]:
+        """Runs of (sequence, first new position, end) -> their rows, and which of all they are."""
+        parts = [torch.arange(self.starts[s] + a, self.starts[s] + b) for s, a, b in runs]
+        at = torch.cat(parts).to(self.place.device)
+        counts, ends = [b - a for _, a, b in runs], [b for _, _, b in runs]
+        table = self.pages.block_table[[s for s, _, _ in runs]]
+        bounds = self.int32([0, *counts]).cumsum(0).int()
+        args = (self.pages.cache, self.kv_b, table, bounds, self.int32(ends), self.scale)
+        out = paged_mla_attention(
+            self.tokens[0][at], self.tokens[1][at], *args, max(counts), max(ends)
+        )
+        return out, at
+
+
+@_steps.check("pages")
+def sizes_orders_and_places_of_pages(place: Place) -> None:
+    """Where latents lie moves no bit: sizes of pages and their strides, at the sizes of models."""
+    lengths = [300, 2500] if place.on_gpu and not place.brief else [5, 130]
+    for sizes in (_GLM, _DEEPSEEK) if place.on_gpu else (_SMALL,):
+        for block_size in (16, 64) if place.interpreted else (16, 48, 64, 128):
+            for order in (1,) if place.interpreted else range(len(ORDERS)):
+                one = _History(place, lengths, sizes, block_size, order)
+                whole = one.packed()
+                where = f"{list(sizes)}, pages of {block_size}, order {ORDERS[order]}"
+                for what, first in (("prefix hit", lambda n: n // 2), ("decode", lambda n: n - 1)):
+                    out, at = one.step([(s, first(n), n) for s, n in enumerate(lengths)])
+                    place.same(out, whole[at], f"{where}: {what}")
+
+
+@_steps.check("segments")
+def a_long_history(place: Place) -> None:
+    """Around the end of the segment that decode may run in parallel, and against fp64."""
+    if place.interpreted:  # too slow there
+        return
+    sizes = _GLM if place.on_gpu else _SMALL
+    one = _History(place, [2110], sizes)
+    whole = one.packed()
+    for position in (2046, 2047, 2048, 2049, 2109):
+        out, at = one.step([(0, position, position + 1)])
+        place.same(out, whole[at], f"decode at {position}")
+    out, at = one.step([(0, 2040, 2110)])
+    place.same(out, whole[at], "chunk from 2040")
+    q_nope, q_rope, latent, k_rope, kv_b = (x.double() for x in (*one.tokens, one.kv_b))
+    w_uk, w_uv = kv_b.view(sizes[0], -1, kv_b.shape[1]).split(sizes[1:4:2], 1)
+    absorbed = torch.einsum("hn,hnr->hr", q_nope[-1], w_uk)
+    scores = (absorbed @ latent.t() + q_rope[-1] @ k_rope.t()) * one.scale
+    right = torch.einsum("hr,hvr->hv", scores.softmax(-1) @ latent, w_uv)
+    limit = 2e-2 if place.sharp == torch.bfloat16 else 1e-5
+    assert_close(whole[-1], right, limit, "the last row")
+
+
+@_steps.check(GRAPH)
+def decode_in_a_graph(place: Place) -> None:
+    """One captured decode step, replayed for other sequences, lengths and padding."""
+    one, size = _History(place, [2600, 700, 40], _GLM), 8
+    whole, device = one.packed(), place.device
+    queries = [
+        torch.zeros(size, *x.shape[1:], dtype=x.dtype, device=device) for x in one.tokens[:2]
+    ]
+    all_tables = one.pages.block_table
+    tables = torch.zeros(size, all_tables.shape[1], dtype=torch.int32, device=device)
+    bounds, lengths = one.int32([0] * (size + 1)), one.int32([0] * size)
+
+    def call() -> Tensor:
+        args = (one.pages.cache, one.kv_b, tables, bounds, lengths, one.scale)
+        return paged_mla_attention(*queries, *args, 1, 32768)
+
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call()
+    for rows in ([(0, 2599), (1, 699), (2, 3)], [(0, p) for p in range(2044, 2052)], [(2, 0)]):
+        count = len(rows)
+        at = torch.tensor([one.starts[s] + p for s, p in rows], device=device)
+        for held, x in zip(queries, one.tokens, strict=False):
+            held[:count], held[count:] = x[at], torch.nan
+        tables[:count] = all_tables[[s for s, _ in rows]]
+        lengths.zero_()
+        lengths[:count] = one.int32([p + 1 for _, p in rows])
+        bounds.copy_(torch.arange(size + 1, device=device).clamp(max=count))
+        graph.replay()
+        assert_same_bits(out[:count], whole[at], f"replay of {rows}")
+        if out[count:].any():
+            raise Fault(f"replay of {rows}: rows of padding are not zero")
+
+
 write = operation("write_latent_cache", trainable=False)
 _TOKENS, _RANK, _ROPE = 37, 48, 8
 
@@ -117,6 +241,21 @@ def every_dtype(place: Place) -> None:
     """A copy has no error."""
     for dtype in place.dtypes:
         _write(place, dtype, "normal", 0)
+
+
+@write.check(GRAPH)
+def same_in_a_graph(place: Place) -> None:
+    """Replayed with other latents."""
+    width = (_RANK + _ROPE) // 2
+    pages = Pages([_TOKENS], 1, width, 16, torch.bfloat16, device=place.device)
+    slots = pages.slots(0, 0, _TOKENS)
+    parts = [place.hard(_TOKENS, n, seed=n, dtype=torch.bfloat16) for n in (_RANK, _ROPE)]
+
+    def written(latent: Tensor, k_rope: Tensor) -> Tensor:
+        write_latent_cache(latent, k_rope, pages.cache, slots)
+        return pages.cache[slots // 16, 0, slots % 16]
+
+    assert_same_in_a_graph(written, *parts)
 
 
 def outputs(place: Place) -> Iterable[Tensor]:

@@ -87,7 +87,7 @@ def rule(draw: Inputs, key_heads: int, heads: int, key_dim: int, value_dim: int)
     def engine(lengths: list[int]) -> Engine:
         places, layout = (
             _slots_of(len(lengths)),
-            state_layout(key_heads, heads, key_dim, value_dim, q.dtype),
+            state_layout(key_heads, heads, key_dim, value_dim, q.dtype, q.device.type),
         )
         state = [
             torch.full((2 * len(lengths), *shape), torch.nan, dtype=dtype, device=q.device)
@@ -97,7 +97,7 @@ def rule(draw: Inputs, key_heads: int, heads: int, key_dim: int, value_dim: int)
         def step(who: list[int], new: Tokens, counts: list[int], done: list[int]) -> Tensor:
             slots = _int32([places[i] for i in who], q)
             edges = (_bounds(counts, q), _int32(done, q))
-            return paged_gated_delta_rule(*new, *state, slots, *edges)
+            return paged_gated_delta_rule(*new, *state, slots, *edges, max(counts))
 
         return step
 
