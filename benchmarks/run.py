@@ -25,6 +25,7 @@ MODULES = (
     "logprob",
     "moe",
     "attention",
+    "mla",
     "engine",
     "train_step",
 )

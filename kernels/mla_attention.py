@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from isomodels.kernels.attention import SCHEDULE as DENSE_SCHEDULE
+from isomodels.kernels.attention import TRITON_SCHEDULE as DENSE_TRITON_SCHEDULE
 from isomodels.kernels.attention import attend, page_places
-from isomodels.kernels.cpu_only import refuse_gpu
 from isomodels.kernels.fixed_order import matmul_nt, one_thread, round_up
 from isomodels.kernels.schedule import Schedule, declare
 
@@ -40,6 +40,15 @@ _CONSTANTS: dict[str, int | str] = {
 SCHEDULE = declare(Schedule("mla_attention", "torch", 1, _CONSTANTS))
 PAGED_SCHEDULE = declare(Schedule("paged_mla_attention", "torch", 1, _CONSTANTS))
 WRITE_SCHEDULE = declare(Schedule("write_latent_cache", "torch", 1))
+
+_TRITON_CONSTANTS: dict[str, int | str] = {
+    **DENSE_TRITON_SCHEDULE.constants,
+    **{name: _CONSTANTS[name] for name in ("form", "query_latent", "output_latent")},
+    "score_sum": "latent, then rope, on one accumulator",
+}
+TRITON_SCHEDULE = declare(Schedule("mla_attention", "triton", 1, _TRITON_CONSTANTS))
+TRITON_PAGED_SCHEDULE = declare(Schedule("paged_mla_attention", "triton", 1, _TRITON_CONSTANTS))
+TRITON_WRITE_SCHEDULE = declare(Schedule("write_latent_cache", "triton", 1))
 
 
 @torch.library.custom_op("isomodels::mla_attention", mutates_args=(), device_types="cpu")
@@ -72,7 +81,7 @@ def mla_attention(
         TypeError: naming dtypes that differ.
     """
     _check("mla_attention", q_nope, q_rope, kv_b, latent, k_rope)
-    w_uk, w_uv = _split_kv_b(kv_b, q_nope)
+    w_uk, w_uv = split_kv_b(kv_b, q_nope)
     keys = torch.cat((latent, k_rope), 1).unsqueeze(1)  # [T, 1, R + P]
     lse = torch.empty(q_nope.shape[:2], dtype=torch.float32)
     with one_thread():
@@ -119,7 +128,7 @@ def paged_mla_attention(
         TypeError: naming dtypes that differ.
     """
     _check("paged_mla_attention", q_nope, q_rope, kv_b, latent_cache)
-    w_uk, w_uv = _split_kv_b(kv_b, q_nope)
+    w_uk, w_uv = split_kv_b(kv_b, q_nope)
     rank, block_size = kv_b.shape[1], latent_cache.shape[2]
     bounds = cu_seqlens_q.tolist()
     with one_thread():
@@ -154,6 +163,13 @@ def write_latent_cache(
         ValueError: naming shapes that do not fit.
         TypeError: where the cache has another dtype.
     """
+    _check_cache(latent, k_rope, latent_cache)
+    rows, blocks, offsets = page_places(slot_mapping, latent_cache.shape[2])
+    latent_cache[blocks, 0, offsets, : latent.shape[1]] = latent[rows]
+    latent_cache[blocks, 0, offsets, latent.shape[1] :] = k_rope[rows]
+
+
+def _check_cache(latent: Tensor, k_rope: Tensor, latent_cache: Tensor) -> None:
     width = latent.shape[1] + k_rope.shape[1]
     if latent_cache.dim() != 4 or latent_cache.shape[1] != 1 or latent_cache.shape[3] != width:
         raise ValueError(
@@ -164,9 +180,6 @@ def write_latent_cache(
         raise TypeError(
             f"the latent cache holds {latent_cache.dtype}, the model computes {latent.dtype}"
         )
-    rows, blocks, offsets = page_places(slot_mapping, latent_cache.shape[2])
-    latent_cache[blocks, 0, offsets, : latent.shape[1]] = latent[rows]
-    latent_cache[blocks, 0, offsets, latent.shape[1] :] = k_rope[rows]
 
 
 def _check(operation: str, q_nope: Tensor, q_rope: Tensor, kv_b: Tensor, *keys: Tensor) -> None:
@@ -197,7 +210,7 @@ def _check(operation: str, q_nope: Tensor, q_rope: Tensor, kv_b: Tensor, *keys: 
         )
 
 
-def _split_kv_b(kv_b: Tensor, q_nope: Tensor) -> tuple[Tensor, Tensor]:
+def split_kv_b(kv_b: Tensor, q_nope: Tensor) -> tuple[Tensor, Tensor]:
     """kv_b [heads * (nope + V), R] -> views W_UK [heads, nope, R] and W_UV [heads, V, R]."""
     _, num_heads, nope = q_nope.shape
     heads = kv_b.view(num_heads, -1, kv_b.shape[1])
@@ -221,7 +234,56 @@ def _expand(mixed: Tensor, w_uv: Tensor) -> Tensor:
     return out
 
 
-refuse_gpu("models with latent attention", mla_attention, paged_mla_attention, write_latent_cache)
+@mla_attention.register_kernel("cuda")
+def _(
+    q_nope: Tensor,
+    q_rope: Tensor,
+    latent: Tensor,
+    k_rope: Tensor,
+    kv_b: Tensor,
+    cu_seqlens: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    from isomodels.kernels import mla_heads_triton, mla_triton
+
+    _check("mla_attention", q_nope, q_rope, kv_b, latent, k_rope)
+    w_uk, w_uv = split_kv_b(kv_b, q_nope)
+    q = mla_heads_triton.heads_product(q_nope, w_uk)
+    mixed, lse = mla_triton.mla_attention(q, q_rope, latent, k_rope, cu_seqlens, scale)
+    return mla_heads_triton.heads_product(mixed, w_uv.transpose(1, 2)), lse
+
+
+@paged_mla_attention.register_kernel("cuda")
+def _(
+    q_nope: Tensor,
+    q_rope: Tensor,
+    latent_cache: Tensor,
+    kv_b: Tensor,
+    block_table: Tensor,
+    cu_seqlens_q: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+) -> Tensor:
+    from isomodels.kernels import mla_decode_triton, mla_heads_triton
+
+    _check("paged_mla_attention", q_nope, q_rope, kv_b, latent_cache)
+    w_uk, w_uv = split_kv_b(kv_b, q_nope)
+    q = mla_heads_triton.heads_product(q_nope, w_uk)
+    pages = (latent_cache, block_table, cu_seqlens_q, seq_lens)
+    mixed = mla_decode_triton.paged_mla_attention(
+        q, q_rope, *pages, scale, max_seqlen_q, max_seqlen_k
+    )
+    return mla_heads_triton.heads_product(mixed, w_uv.transpose(1, 2))
+
+
+@write_latent_cache.register_kernel("cuda")
+def _(latent: Tensor, k_rope: Tensor, latent_cache: Tensor, slot_mapping: Tensor) -> None:
+    from isomodels.kernels import mla_decode_triton
+
+    _check_cache(latent, k_rope, latent_cache)
+    mla_decode_triton.write_latent_cache(latent, k_rope, latent_cache, slot_mapping)
 
 
 @mla_attention.register_fake
@@ -263,67 +325,6 @@ def _empty_output(q_nope: Tensor, kv_b: Tensor) -> Tensor:
     return q_nope.new_empty(tokens, heads, kv_b.shape[0] // heads - nope)
 
 
-@torch.library.custom_op("isomodels::mla_attention_backward", mutates_args=(), device_types="cpu")
-def mla_attention_backward(
-    grad: Tensor,
-    q_nope: Tensor,
-    q_rope: Tensor,
-    latent: Tensor,
-    k_rope: Tensor,
-    kv_b: Tensor,
-    cu_seqlens: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of `mla_attention`; equal from run to run, no part of the parity contract.
-
-    Args:
-        grad: gradient of the output, [T, num_heads, V].
-        q_nope, q_rope, latent, k_rope, kv_b, cu_seqlens, scale: as given to `mla_attention`.
-        out, lse: what it returned.
-
-    Returns:
-        Gradients of q_nope, q_rope, latent, k_rope and kv_b, each of its shape and dtype.
-    """
-    tokens = (q_nope, q_rope, latent, k_rope)
-    grads = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in tokens]
-    w_uk, w_uv = (weight.float() for weight in _split_kv_b(kv_b, q_nope))
-    dweights = (torch.zeros_like(w_uk), torch.zeros_like(w_uv))
-    for start, end in itertools.pairwise(cu_seqlens.tolist()):
-        parts = [x[start:end].float() for x in (grad, *tokens, out, lse)]
-        found, found_weights = _sequence_backward(scale, w_uk, w_uv, *parts)
-        for whole, part in zip(grads, found, strict=True):
-            whole[start:end] = part
-        for whole, part in zip(dweights, found_weights, strict=True):
-            whole += part
-    dkv_b = torch.cat(dweights, 1).view(kv_b.shape).to(kv_b.dtype)
-    return grads[0], grads[1], grads[2], grads[3], dkv_b
-
-
-@mla_attention_backward.register_fake
-def _(
-    grad: Tensor,
-    q_nope: Tensor,
-    q_rope: Tensor,
-    latent: Tensor,
-    k_rope: Tensor,
-    kv_b: Tensor,
-    cu_seqlens: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    like = torch.contiguous_format
-    return (
-        torch.empty_like(q_nope, memory_format=like),
-        torch.empty_like(q_rope, memory_format=like),
-        torch.empty_like(latent, memory_format=like),
-        torch.empty_like(k_rope, memory_format=like),
-        torch.empty_like(kv_b, memory_format=like),
-    )
-
-
 def _setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
     *tensors, ctx.scale = inputs
     ctx.mark_non_differentiable(output[1])
@@ -331,45 +332,9 @@ def _setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
 
 
 def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple:
+    from isomodels.kernels.mla_backward import mla_attention_backward
+
     return *mla_attention_backward(grad, *ctx.saved_tensors, ctx.scale), None, None
-
-
-def _sequence_backward(
-    scale: float,
-    w_uk: Tensor,
-    w_uv: Tensor,
-    grad: Tensor,
-    q_nope: Tensor,
-    q_rope: Tensor,
-    latent: Tensor,
-    k_rope: Tensor,
-    out: Tensor,
-    lse: Tensor,
-) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]:
-    """Gradients of one sequence over expanded keys and values, dense, fp32.
-
-    w_uk [heads, nope, R], w_uv [heads, V, R], grad and out [n, heads, V], q_nope and q_rope
-    [n, heads, D], latent [n, R], k_rope [n, P], lse [n, heads]
-    -> (those of q_nope, q_rope, latent, k_rope), (of w_uk, w_uv).
-    """
-    num_heads, nope, _ = w_uk.shape
-    n = len(latent)
-    grad, out = grad.transpose(0, 1), out.transpose(0, 1)  # [heads, n, V]
-    q = torch.cat((q_nope, q_rope), 2).transpose(0, 1)  # [heads, n, nope + P]
-    k = torch.cat((latent @ w_uk.transpose(1, 2), k_rope.expand(num_heads, -1, -1)), 2)
-    v = latent @ w_uv.transpose(1, 2)  # [heads, n, V]
-    hidden = torch.ones(n, n, dtype=torch.bool).triu_(1)
-    scores = (q @ k.transpose(1, 2)) * scale - lse.t().unsqueeze(-1)
-    weights = torch.exp(scores).masked_fill_(hidden, 0.0)  # [heads, n, n]
-    dv = weights.transpose(1, 2) @ grad
-    dweights = grad @ v.transpose(1, 2) - (grad * out).sum(-1, keepdim=True)
-    dscores = weights * dweights * scale
-    dq = (dscores @ k).transpose(0, 1)  # [n, heads, nope + P]
-    dk = dscores.transpose(1, 2) @ q  # [heads, n, nope + P]
-    dk_nope, dk_rope = dk[..., :nope], dk[..., nope:]
-    dlatent = (dk_nope @ w_uk + dv @ w_uv).sum(0)  # [n, R]
-    dw_uk, dw_uv = dk_nope.transpose(1, 2) @ latent, dv.transpose(1, 2) @ latent
-    return (dq[..., :nope], dq[..., nope:], dlatent, dk_rope.sum(0)), (dw_uk, dw_uv)
 
 
 mla_attention.register_autograd(_backward, setup_context=_setup_context)
