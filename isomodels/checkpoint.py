@@ -5,7 +5,7 @@ that is loaded and saved again has the same tensors, bit for bit.
 """
 
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from isomodels.config import load_config_dict, read_config
 from isomodels.errors import CheckpointError
 from isomodels.registry import ArchSpec, load_object
-from isomodels.weights_conv.bits import CastTensors, dtype_name, same_bits, shorten
+from isomodels.weights_conv.bits import dtype_name, shorten
 from isomodels.weights_conv.files import TensorFiles, read_tensors
 from isomodels.weights_conv.fp8 import Dequantised
-from isomodels.weights_conv.rules import Carried, Resolved, Widened, resolve
+from isomodels.weights_conv.rules import Carried, Resolved, resolve
 from isomodels.weights_conv.tables import check_tensors, check_tied, iter_module, pinned, to_hf
 from isomodels.weights_conv.write import write_checkpoint
 
@@ -160,78 +160,9 @@ def save_checkpoint(
         hf,
         like=checkpoint.tensors,
         max_shard_size=max_shard_size,
-        files=_config_file(checkpoint, dtype),
+        files=config_file(checkpoint.path, dtype),
         progress=progress,
     )
-
-
-def convert_checkpoint(
-    source: Checkpoint | Path | str,
-    out_dir: Path | str,
-    *,
-    dtype: torch.dtype | None = None,
-    max_shard_size: int | None = None,
-    progress: Callable[[int], None] | None = None,
-) -> Checkpoint:
-    """Check a checkpoint strictly and write it anew, tensor by tensor.
-
-    Every tensor is taken through the module's form and back, and the written folder is read
-    again; both must have the source's bits (or those of its cast).
-
-    Args:
-        source: checkpoint folder, or one that is open.
-        out_dir: folder to write; not `source`.
-        dtype: round to this dtype; None: keep the file's.
-        max_shard_size: bytes a file may have; None: the source's division into files.
-        progress: called with the number of bytes after each file.
-
-    Returns:
-        The written checkpoint.
-
-    Raises:
-        ConfigError, UnsupportedError, CheckpointError: the source is not sound, or the folder
-            cannot be written.
-    """
-    checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
-    if Path(out_dir).resolve() == checkpoint.path.resolve():
-        raise CheckpointError(f"{out_dir} is the source itself: give another folder")
-    check_round_trip(checkpoint)
-    dtype = dtype or checkpoint.dtype
-    kept = {source.name for rule in checkpoint.rules for source in rule.sources if source.dtype}
-    tensors = CastTensors(checkpoint.tensors, dtype, kept)
-    write_checkpoint(
-        out_dir,
-        tensors,
-        like=checkpoint.tensors,
-        max_shard_size=max_shard_size,
-        files=_config_file(checkpoint, dtype),
-        progress=progress,
-    )
-    written = open_checkpoint(out_dir)
-    _same_tensors(tensors, written.tensors, f"{out_dir} read back")
-    return written
-
-
-def check_round_trip(checkpoint: Checkpoint) -> None:
-    """Take every tensor through the module's form and back and compare bits.
-
-    Raises:
-        CheckpointError: naming the tensors that differ.
-    """
-    for rule in checkpoint.rules:
-        hf = {source.name: source for source in rule.sources}
-        parts = {name: checkpoint.tensors[name] for name in hf if name in checkpoint.tensors}
-        module = dict(iter_module([rule], parts))
-        if isinstance(rule, Widened):
-            parts = {name: tensor.to(rule.dtype) for name, tensor in parts.items()}
-        _same_tensors(parts if module else {}, to_hf([rule], module), "the round trip")
-
-
-def _same_tensors(a: Mapping[str, Tensor], b: Mapping[str, Tensor], what: str) -> None:
-    different = [name for name in a.keys() | b.keys() if name not in a or name not in b]
-    different += [name for name in a if name in b and not same_bits(a[name], b[name])]
-    if different:
-        raise CheckpointError(f"{what} differs in {shorten(different)}")
 
 
 def _same_config(module: nn.Module, checkpoint: Checkpoint) -> None:
@@ -299,15 +230,17 @@ def _module_dtype(checkpoint: Checkpoint, state: Mapping[str, Tensor]) -> torch.
     return dtypes.pop()
 
 
-def _config_file(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, str]:
-    """config.json with another dtype, of plain weights; nothing where it stays as it is."""
-    plain = not isinstance(checkpoint.tensors, Dequantised)
-    if dtype == checkpoint.dtype and plain:
-        return {}
-    raw = load_config_dict(checkpoint.path)
+def config_file(folder: Path, dtype: torch.dtype) -> dict[str, str]:
+    """config.json of plain weights in a dtype; nothing where a folder's own says so already.
+
+    Raises:
+        ConfigError: the folder has no config.json.
+    """
+    raw = load_config_dict(folder)
+    before = json.dumps(raw)
     for section in (raw, raw.get("text_config"), raw.get("vision_config")):
         for key in ("dtype", "torch_dtype"):
             if isinstance(section, dict) and section.get(key) is not None:
                 section[key] = dtype_name(dtype)
     raw.pop("quantization_config", None)
-    return {"config.json": json.dumps(raw, indent=2) + "\n"}
+    return {} if json.dumps(raw) == before else {"config.json": json.dumps(raw, indent=2) + "\n"}

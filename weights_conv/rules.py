@@ -8,6 +8,7 @@ another shape or dtype is an error.
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -93,6 +94,20 @@ class Shifted(Same):
     def split(self, tensor: Tensor) -> list[Tensor]:
         """Module tensor -> HF tensor, float32."""
         return [tensor.float() + 1.0]
+
+
+@dataclass(frozen=True)
+class Swapped(Same):
+    """The module has the halves of the last dimension in the other order."""
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """HF tensor -> module tensor."""
+        (tensor,) = parts
+        return torch.cat(tensor.chunk(2, -1)[::-1], -1)
+
+    def split(self, tensor: Tensor) -> list[Tensor]:
+        """Module tensor -> HF tensor, as a copy."""
+        return [torch.cat(tensor.chunk(2, -1)[::-1], -1)]
 
 
 @dataclass(frozen=True)
@@ -282,6 +297,18 @@ Stored = Same | Concat | Stack
 Resolved = Stored | Tied
 Rule = Resolved | Either
 Rules = Sequence[Rule]
+
+
+class ForeignTable(NamedTuple):
+    """The table of another program's module.
+
+    Attributes:
+        rules: one form of every tensor.
+        aliases: (pattern in a name, what may stand in its place).
+    """
+
+    rules: tuple[Resolved, ...]
+    aliases: tuple[tuple[str, str], ...] = ()
 
 
 def resolve(rules: Rules, names: Collection[str]) -> tuple[Resolved, ...]:

@@ -225,7 +225,7 @@ class SplitTensors(LazyTensors):
     def __init__(self, rules: Sequence[Resolved], module: LazyTensors):
         self._module = module
         self._rules: dict[str, Stored] = {}
-        self._last: tuple[str, dict[str, Tensor]] = ("", {})
+        self._last: tuple[Stored | None, dict[str, Tensor]] = (None, {})
         known = module.meta()
         meta: dict[str, Tensor] = {}
         for rule in rules:
@@ -237,9 +237,9 @@ class SplitTensors(LazyTensors):
 
     def __getitem__(self, name: str) -> Tensor:
         rule = self._rules[name]
-        if self._last[0] != rule.name:
-            self._last = ("", {})  # let go of one before reading the next
-            self._last = (rule.name, _named(rule, self._module[rule.name]))
+        if self._last[0] is not rule:
+            self._last = (None, {})  # let go of one before reading the next
+            self._last = (rule, _named(rule, self._module[rule.name]))
         return self._last[1][name]
 
 

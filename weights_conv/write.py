@@ -50,6 +50,7 @@ def write_checkpoint(
     tensors: Mapping[str, Tensor],
     *,
     like: TensorFiles | Path | None = None,
+    small_files: Path | None = None,
     max_shard_size: int | None = None,
     files: Mapping[str, str] | None = None,
     progress: Progress | None = None,
@@ -64,8 +65,9 @@ def write_checkpoint(
         tensors: HF name -> tensor, on any device; `LazyTensors` are read one at a time.
         like: a checkpoint folder, or one that is open. Its config, tokenizer and other small
             files are copied, and its division into files is kept unless `max_shard_size` is given.
+        small_files: the folder whose small files are copied, where there is no `like`.
         max_shard_size: bytes a file may have; a larger tensor gets a file of its own.
-        files: file name -> text, to write beside the weights (instead of those of `like`).
+        files: file name -> text, to write beside the weights (instead of a copy).
         progress: called with the number of bytes after each tensor.
         check: called with the new folder before it takes its place; may raise.
 
@@ -80,13 +82,11 @@ def write_checkpoint(
 
     def fill(folder: Path) -> None:
         write_shards(folder, lazy, plan, source, progress or (lambda _: None))
-        if source is not None:
-            copy_small_files(source.path, folder)
-        for name, text in (files or {}).items():
-            (folder / name).write_text(text)
+        copy_small_files(beside, folder, files or {})
 
+    beside = source.path if source is not None else small_files
     size = sum(tensor.nbytes for tensor in lazy.meta().values())
-    place(path, fill, size=size, beside=source.path if source else None, check=check)
+    place(path, fill, size=size, beside=beside, check=check)
 
 
 def place(
@@ -169,13 +169,21 @@ def _mount_point(path: Path) -> CheckpointError:
     )
 
 
-def copy_small_files(source: Path, folder: Path) -> None:
-    """Copy what is no weights: config, tokenizer, generation config, chat template."""
-    for entry in source.iterdir():
+def copy_small_files(source: Path | None, folder: Path, files: Mapping[str, str]) -> None:
+    """Copy what is no weights: config, tokenizer, generation config, chat template.
+
+    Args:
+        source: where they lie.
+        folder: where to.
+        files: file name -> text to write, instead of a copy.
+    """
+    for entry in source.iterdir() if source is not None else ():
         hidden = entry.name.startswith(".")
         weights = entry.name.endswith(_WEIGHTS) or entry.name in _DISTRIBUTED
         if entry.is_file() and not hidden and not weights:
             shutil.copyfile(entry, folder / entry.name)
+    for name, text in files.items():
+        (folder / name).write_text(text)
 
 
 def _keep_extras(old: Path, new: Path) -> None:

@@ -1,61 +1,138 @@
-"""`isomodels convert`: check a checkpoint strictly and write it anew."""
+"""`isomodels convert`: checkpoints of any form into Hugging Face's or Megatron's."""
 
 import json as json_module
 import re
+import time
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from isomodels.errors import UnsupportedError
 
+if TYPE_CHECKING:
+    from isomodels.conversion import Plan
+
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
+class Target(StrEnum):
+    """What `--to` may be."""
+
+    hf = "hf"
+    megatron = "megatron"
+
+
+class ExpertsForm(StrEnum):
+    """What `--experts` may be."""
+
+    apart = "apart"
+    fused = "fused"
+
+
 def convert(
-    source: Annotated[Path, typer.Argument(help="Hugging Face folder to read.")],
+    source: Annotated[
+        Path, typer.Argument(help="Hugging Face folder, or Megatron dist_checkpointing folder.")
+    ],
     destination: Annotated[Path, typer.Argument(help="Folder to write.")],
+    to: Annotated[Target, typer.Option(help="Form to write.")] = Target.hf,
+    like: Annotated[
+        Path | None,
+        typer.Option(help="Hugging Face folder with config and tokenizer of a Megatron source."),
+    ] = None,
     dtype: Annotated[
         str | None,
         typer.Option(help="Round to float32 or bfloat16 [default: keep the file's dtype]."),
+    ] = None,
+    experts: Annotated[
+        ExpertsForm | None,
+        typer.Option(help="Experts apart or in one tensor [default: the source's form]."),
     ] = None,
     max_shard_size: Annotated[
         str | None,
         typer.Option(help="Such as 2GB or 500MiB [default: the source's division into files]."),
     ] = None,
+    verify: Annotated[
+        bool, typer.Option(help="Read back what was written and compare every bit.")
+    ] = True,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only check, and list every mapping.")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Check a checkpoint strictly and write it anew: re-shard it, cast it, or both.
+    """Convert a checkpoint, check it strictly, and keep every bit.
 
-    Every tensor goes through the module's form and back, and the written folder is read again:
-    both must have the source's bits. A destination that holds a checkpoint is replaced only when
-    the new one is whole. Exit code: 0 written; 2 bad input.
+    Reads Hugging Face folders (experts apart or fused, float8 with block scales) and Megatron
+    dist_checkpointing folders of any parallel layout, of isomodels' models or of Megatron's own.
+    The destination appears only when it is whole and checked; a checkpoint that is there is
+    replaced then. Exit code: 0 written; 2 bad input.
 
-    Example: isomodels convert Qwen3-0.6B Qwen3-0.6B-fp32 --dtype float32 --max-shard-size 1GB
+    Example: isomodels convert Qwen3-8B Qwen3-8B-megatron --to megatron
     """
-    from isomodels.checkpoint import convert_checkpoint, open_checkpoint
-    from isomodels.cli.check import describe
+    from isomodels.cli.inspect import describe
     from isomodels.cli.progress import byte_bar
     from isomodels.config import DTYPES
+    from isomodels.conversion import plan_conversion, run_conversion
+    from isomodels.stored_weights import open_weights
 
     if dtype is not None and dtype not in DTYPES:
         raise UnsupportedError(f"--dtype {dtype}: choose one of {', '.join(DTYPES)}")
     size = parse_size(max_shard_size) if max_shard_size is not None else None
-    checkpoint = open_checkpoint(source)
-    target = DTYPES[dtype] if dtype is not None else checkpoint.dtype
-    total = sum(t.numel() for t in checkpoint.tensors.meta().values()) * target.itemsize
-    with byte_bar("Converting", total) as progress:
-        written = convert_checkpoint(
-            checkpoint, destination, dtype=target, max_shard_size=size, progress=progress
+    plan = plan_conversion(
+        open_weights(source, like),
+        to=to.value,
+        dtype=DTYPES[dtype] if dtype is not None else None,
+        experts=experts.value if experts is not None else None,
+    )
+    if dry_run:
+        _print_plan(plan, json)
+        return
+    begin = time.monotonic()
+    with (
+        byte_bar("Writing", plan.nbytes) as progress,
+        byte_bar("Comparing", plan.nbytes if verify else 0) as verified,
+    ):
+        written = run_conversion(
+            plan,
+            destination,
+            max_shard_size=size,
+            verify=verify,
+            progress=progress,
+            verified=verified,
         )
-    facts = {**describe(written), "round_trip": "bit-exact", "source": str(source)}
+    seconds = time.monotonic() - begin
+    facts = {
+        **describe(written),
+        "source": str(source),
+        "source_layout": plan.source.layout,
+        "carried_over": list(plan.source.carried_over),
+        "round_trip": "bit-exact" if verify else "not compared",
+        "bytes": plan.nbytes,
+        "seconds": round(seconds, 3),
+    }
     if json:
         typer.echo(json_module.dumps(facts))
-    else:
-        typer.echo(
-            f"{destination}: {facts['tensors']} tensors, {facts['dtype']}, in {facts['files']} "
-            "file(s); the round trip is bit-exact"
-        )
+        return
+    speed = (
+        f"{plan.nbytes / 1e6:,.1f} MB in {seconds:.1f} s, {plan.nbytes / 1e6 / seconds:,.0f} MB/s"
+    )
+    compared = "read back, and bit-exact" if verify else "not compared with the source"
+    typer.echo(
+        f"{destination}: {facts['layout']}, {facts['tensors']} tensors, {facts['dtype']}, in "
+        f"{facts['files']} file(s); {speed}; {compared}"
+    )
+
+
+def _print_plan(plan: "Plan", as_json: bool) -> None:
+    mappings = plan.mappings()
+    if as_json:
+        rows = [{"from": list(read), "to": list(written)} for read, written in mappings]
+        typer.echo(json_module.dumps({"bytes": plan.nbytes, "mappings": rows}))
+        return
+    for read, written in mappings:
+        typer.echo(f"{' + '.join(read)} -> {' + '.join(written)}")
+    typer.echo(f"{len(mappings)} mappings, {plan.nbytes / 1e6:,.1f} MB; nothing was written")
 
 
 def parse_size(text: str) -> int:

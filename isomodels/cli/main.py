@@ -12,6 +12,7 @@ from isomodels import __version__
 from isomodels.cli.check import check
 from isomodels.cli.contract import contract
 from isomodels.cli.convert import convert
+from isomodels.cli.inspect import inspect
 from isomodels.cli.parity import parity
 from isomodels.cli.validate import validate
 from isomodels.errors import IsoError
@@ -38,6 +39,7 @@ app = typer.Typer(
 )
 app.command()(check)
 app.command()(convert)
+app.command()(inspect)
 app.command()(parity)
 app.command()(validate)
 app.add_typer(contract, name="contract")

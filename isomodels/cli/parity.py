@@ -137,8 +137,8 @@ def parity(
 
 def _given(checkpoint: Path, arch: str | None, dtype: str | None, folder: Path) -> Path:
     """The user's checkpoint, or a copy cast to another dtype."""
-    from isomodels.checkpoint import convert_checkpoint
     from isomodels.config import DTYPES, read_config
+    from isomodels.conversion import convert_checkpoint
 
     spec, config = read_config(checkpoint)
     _check_arch(checkpoint, spec.architecture, arch)

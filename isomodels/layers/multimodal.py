@@ -6,7 +6,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from isomodels.layers.hybrid_config import HybridConfig
-from isomodels.weights_conv.rules import Carried, Either, Rule, Tied
+from isomodels.weights_conv.rules import Carried, Either, ForeignTable, Rule, Tied
 
 # Tokens that stand for images in a text; a checkpoint's tokenizer knows them too.
 _TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
@@ -78,6 +78,14 @@ def multimodal_rules(rules: tuple[Rule, ...], vision: VisionConfig) -> tuple[Rul
     visual = vision_shapes(vision).items()
     carried = tuple(Carried(f"visual.{n}", shape, f"model.visual.{n}") for n, shape in visual)
     return tuple(map(_renamed, rules)) + carried
+
+
+def multimodal_megatron_table(table: ForeignTable) -> ForeignTable:
+    """Megatron's table of a text model, for models that hold it as `language_model`."""
+    rules = tuple(
+        replace(_renamed(rule), name=f"language_model.{rule.name}") for rule in table.rules
+    )
+    return ForeignTable(rules, table.aliases)
 
 
 def _name(hf_name: str) -> str:

@@ -45,7 +45,7 @@ def test_version() -> None:
     assert result.stdout == f"isomodels {isomodels.__version__}\n"
 
 
-@pytest.mark.parametrize("command", ["check", "convert", "parity"])
+@pytest.mark.parametrize("command", ["check", "convert", "inspect", "parity"])
 def test_every_command_has_help_with_an_example(command: str) -> None:
     result = run(command, "--help")
     assert result.exit_code == 0
@@ -173,6 +173,92 @@ def test_convert_casts(checkpoint: Path, tmp_path: Path) -> None:
     assert run("convert", checkpoint, tmp_path / "out", "--dtype", "float32").exit_code == 0
     facts = json.loads(run("check", tmp_path / "out", "--json").stdout)
     assert facts["dtype"] == "float32"
+
+
+def test_convert_to_megatron_and_back(checkpoint: Path, tmp_path: Path) -> None:
+    there, back = tmp_path / "there", tmp_path / "back"
+    result = run("convert", checkpoint, there, "--to", "megatron", "--json")
+    assert result.exit_code == 0, result.output
+    facts = json.loads(result.stdout)
+    assert (facts["layout"], facts["source_layout"]) == ("megatron", "hf")
+    assert facts["round_trip"] == "bit-exact"
+    assert facts["bytes"] > 0
+    assert facts["seconds"] >= 0
+    assert run("convert", there, back, "--no-verify").exit_code == 0
+    assert raw_folder(back) == raw_folder(checkpoint)
+    # a checkpoint of the other form is not replaced
+    assert "exists and is no checkpoint" in refused("convert", checkpoint, there)
+    assert "exists and is no checkpoint" in refused("convert", there, back, "--to", "megatron")
+    assert run("convert", checkpoint, there, "--to", "megatron").exit_code == 0
+
+
+def test_convert_dry_run(checkpoint: Path, tmp_path: Path) -> None:
+    arguments = ("convert", checkpoint, tmp_path / "out", "--to", "megatron", "--dry-run")
+    result = run(*arguments)
+    assert result.exit_code == 0
+    prefix = "model.layers.1.self_attn"
+    line = f"{prefix}.q_proj.weight + {prefix}.k_proj.weight + {prefix}.v_proj.weight -> core."
+    assert f"{line}{prefix}.qkv_proj.weight\n" in result.stdout
+    assert "nothing was written" in result.stdout
+    assert not (tmp_path / "out").exists()
+    answer = json.loads(run(*arguments, "--json").stdout)
+    read = [name for row in answer["mappings"] for name in row["from"]]
+    assert sorted(read) == sorted(load_file(checkpoint / "model.safetensors"))
+
+
+def test_inspect(checkpoint: Path, tmp_path: Path) -> None:
+    result = run("inspect", checkpoint)
+    assert result.exit_code == 0
+    for part in ("Qwen3ForCausalLM (dense)", "in bfloat16", "2 layers", "25 tensors", "engine"):
+        assert part in result.stdout
+    run("convert", checkpoint, tmp_path / "there", "--to", "megatron")
+    here, there = (
+        json.loads(run("inspect", path, "--json").stdout)
+        for path in (checkpoint, tmp_path / "there")
+    )
+    assert (here["layout"], there["layout"]) == ("hf", "megatron")
+    own = ("path", "layout", "files")
+    assert {k: v for k, v in here.items() if k not in own} == {
+        k: v for k, v in there.items() if k not in own
+    }
+    count = sum(t.numel() for t in load_file(checkpoint / "model.safetensors").values())
+    assert here["dtypes"] == {"bfloat16": count}
+    # weights 2, gradients 4, moments 8 and a copy 4 bytes
+    assert here["memory"]["engine"] == 2 * count
+    assert here["memory"]["trainer, 1 data parallel"] == 18 * count
+
+
+@pytest.mark.parametrize("form", ["hf", "megatron"])
+def test_inspect_names_all_that_is_missing_or_unknown(checkpoint, tmp_path, form) -> None:
+    path = checkpoint
+    if form == "megatron":
+        other = make_qwen3(tmp_path / "other", torch.bfloat16, **{**SIZES, "num_hidden_layers": 3})
+        path = tmp_path / "there"
+        run("convert", checkpoint, path, "--to", "megatron")
+        (path / "config.json").write_text((other / "config.json").read_text())
+        missing, unknown = 8, 0
+    else:
+        file = path / "model.safetensors"
+        tensors = load_file(file)
+        for layer in range(2):
+            for name in ("q", "k", "v", "o"):
+                tensors[f"extra.{layer}.{name}"] = tensors.pop(
+                    f"model.layers.{layer}.self_attn.{name}_proj.weight"
+                )
+        save_file(tensors, file)
+        missing, unknown = 8, 8
+    result = run("inspect", path, "--json")
+    assert result.exit_code == 2
+    answer = json.loads(result.stdout)
+    assert not answer["supported"]
+    assert (len(answer["missing"]), len(answer["unknown"])) == (missing, unknown)
+    assert result.stderr == f"error: {answer['reason']}\n"
+    lines = run("inspect", path).stdout.splitlines()
+    assert len(lines) == missing + unknown
+
+
+def test_inspect_of_nothing(tmp_path: Path) -> None:
+    assert "there is no folder" in refused("inspect", tmp_path / "none")
 
 
 def test_convert_refuses(checkpoint: Path, tmp_path: Path) -> None:

@@ -7,19 +7,19 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from isomodels.checkpoint import (
-    check_round_trip,
-    convert_checkpoint,
     load_checkpoint,
     open_checkpoint,
     save_checkpoint,
 )
 from isomodels.config import read_config
+from isomodels.conversion import convert_checkpoint
 from isomodels.errors import CheckpointError, ConfigError
 from isomodels.registry import load_object
 from isomodels.weights_conv.bits import same_bits
 from isomodels.weights_conv.rules import Carried, Tied, resolve
 from tests.hybrid.models import ARCHITECTURES, load_ours, load_theirs
 from tests.kernel.battery import DTYPES, assert_same_bits
+from tests.weights.support import assert_round_trip
 
 FLOAT32 = ("A_log", "dt_bias", "linear_attn.norm.weight")
 
@@ -43,7 +43,7 @@ def assert_same_tensors(mine, theirs, what, widened=()):
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_row_54_of_the_field_reports_every_tensor_finds_its_place(checkpoint, name, dtype):
     folder = checkpoint(name, dtype)
-    check_round_trip(open_checkpoint(folder))
+    assert_round_trip(open_checkpoint(folder))
     loaded = load_checkpoint(folder, carry_mtp=True).state_dict()
     by_hand = load_ours(folder, carry_mtp=True).state_dict()
     assert loaded.keys() == by_hand.keys()

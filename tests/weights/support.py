@@ -12,6 +12,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from isomodels.checkpoint import Checkpoint
+from isomodels.weights_conv.bits import same_bits
+from isomodels.weights_conv.rules import Tied, Widened
+from isomodels.weights_conv.tables import JoinedTensors, SplitTensors
+
 INTEGERS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
 # -0, the smallest subnormals, infinities, quiet and signalling NaNs with payloads.
 SPECIAL = {
@@ -129,6 +134,18 @@ def edit_config(checkpoint: Path, **changes: Any) -> Path:
     config = {**json.loads(file.read_text()), **changes}
     file.write_text(json.dumps({k: v for k, v in config.items() if v is not None}, indent=2))
     return checkpoint
+
+
+def assert_round_trip(checkpoint: Checkpoint) -> None:
+    """Every tensor goes through the module's form and back, and keeps its bits."""
+    module = JoinedTensors(checkpoint.rules, checkpoint.tensors)
+    back = SplitTensors(checkpoint.rules, module)
+    tied = {rule.name for rule in checkpoint.rules if isinstance(rule, Tied)}
+    assert back.keys() == checkpoint.tensors.keys() - tied
+    widened = {s.name for r in checkpoint.rules if isinstance(r, Widened) for s in r.sources}
+    for name, tensor in back.items():
+        expected = checkpoint.tensors[name]
+        assert same_bits(tensor, expected.float() if name in widened else expected), name
 
 
 def in_child(work: Callable[[], object], *, uid: int | None = None) -> tuple[int, str]:

@@ -10,8 +10,13 @@ from isomodels.hybrid.qwen3_5.config import TINY as TEXT
 from isomodels.hybrid.qwen3_5.config import Qwen3_5Config
 from isomodels.hybrid.qwen3_5.model import Qwen3_5ForCausalLM
 from isomodels.layers.carried import CarriedTensors
-from isomodels.layers.multimodal import MultimodalConfig, multimodal_rules, vision_shapes
-from isomodels.weights_conv.rules import Rule
+from isomodels.layers.multimodal import (
+    MultimodalConfig,
+    multimodal_megatron_table,
+    multimodal_rules,
+    vision_shapes,
+)
+from isomodels.weights_conv.rules import ForeignTable, Rule
 
 
 class Qwen3_5MultimodalConfig(MultimodalConfig, Qwen3_5Config):
@@ -37,6 +42,11 @@ class Qwen3_5ForConditionalGeneration(Qwen3_5ForCausalLM):
 def rules(config: Qwen3_5MultimodalConfig) -> tuple[Rule, ...]:
     """The conversion table of one config."""
     return multimodal_rules(weights.rules(config), config.vision_config)
+
+
+def megatron_table(config: Qwen3_5MultimodalConfig) -> ForeignTable:
+    """The table of the same model in Megatron, without its vision tower."""
+    return multimodal_megatron_table(weights.megatron_table(config))
 
 
 TINY = {

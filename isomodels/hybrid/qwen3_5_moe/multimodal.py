@@ -10,8 +10,13 @@ from isomodels.hybrid.qwen3_5_moe.config import TINY as TEXT
 from isomodels.hybrid.qwen3_5_moe.config import Qwen3_5MoeConfig
 from isomodels.hybrid.qwen3_5_moe.model import Qwen3_5MoeForCausalLM
 from isomodels.layers.carried import CarriedTensors
-from isomodels.layers.multimodal import MultimodalConfig, multimodal_rules, vision_shapes
-from isomodels.weights_conv.rules import Rule
+from isomodels.layers.multimodal import (
+    MultimodalConfig,
+    multimodal_megatron_table,
+    multimodal_rules,
+    vision_shapes,
+)
+from isomodels.weights_conv.rules import ForeignTable, Rule
 
 
 class Qwen3_5MoeMultimodalConfig(MultimodalConfig, Qwen3_5MoeConfig):
@@ -37,6 +42,11 @@ class Qwen3_5MoeForConditionalGeneration(Qwen3_5MoeForCausalLM):
 def rules(config: Qwen3_5MoeMultimodalConfig) -> tuple[Rule, ...]:
     """The conversion table of one config."""
     return multimodal_rules(weights.rules(config), config.vision_config)
+
+
+def megatron_table(config: Qwen3_5MoeMultimodalConfig) -> ForeignTable:
+    """The table of the same model in Megatron, without its vision tower."""
+    return multimodal_megatron_table(weights.megatron_table(config))
 
 
 TINY = {

@@ -1,9 +1,10 @@
 """Checkpoint tensors of Qwen3.5-MoE; the MTP layers are only carried."""
 
 from isomodels.hybrid.qwen3_5_moe.config import Qwen3_5MoeConfig
+from isomodels.layers import megatron_names as megatron
 from isomodels.layers.hybrid_moe import hybrid_moe_rules, moe_shapes
 from isomodels.layers.hybrid_weights import carried_rules, hybrid_rules, mtp_shapes
-from isomodels.weights_conv.rules import Rule
+from isomodels.weights_conv.rules import ForeignTable, Rule
 
 
 def rules(config: Qwen3_5MoeConfig) -> tuple[Rule, ...]:
@@ -14,3 +15,8 @@ def rules(config: Qwen3_5MoeConfig) -> tuple[Rule, ...]:
 
     mtp = carried_rules("mtp", mtp_shapes(config, moe_shapes(config)))
     return hybrid_rules(config, feed_forward=feed_forward) + mtp
+
+
+def megatron_table(config: Qwen3_5MoeConfig) -> ForeignTable:
+    """The table of the same model in Megatron."""
+    return megatron.hybrid_table(config)

@@ -1,10 +1,11 @@
 """Checkpoint tensors of Qwen3-Next; the MTP layers, where config.json states them, are carried."""
 
 from isomodels.hybrid.qwen3_next.config import Qwen3NextConfig
+from isomodels.layers import megatron_names as megatron
 from isomodels.layers.hybrid_config import HybridConfig
 from isomodels.layers.hybrid_moe import hybrid_moe_rules, moe_shapes
 from isomodels.layers.hybrid_weights import carried_rules, hybrid_rules, mtp_shapes
-from isomodels.weights_conv.rules import Grouped, Rule, Source
+from isomodels.weights_conv.rules import ForeignTable, Grouped, Rule, Source
 
 
 def rules(config: Qwen3NextConfig) -> tuple[Rule, ...]:
@@ -30,3 +31,8 @@ def _projections(prefix: str, config: HybridConfig) -> list[Rule]:
     )
     sizes = tuple(tuple(groups * n for n in one) for one in rows)
     return [Grouped(f"{prefix}.in_proj.weight", parts, sizes=sizes, heads=(groups, groups))]
+
+
+def megatron_table(config: Qwen3NextConfig) -> ForeignTable:
+    """The table of the same model in Megatron."""
+    return megatron.hybrid_table(config, by_head=True)

@@ -7,11 +7,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from isomodels.checkpoint import (
-    convert_checkpoint,
     load_checkpoint,
     open_checkpoint,
     save_checkpoint,
 )
+from isomodels.conversion import convert_checkpoint
 from isomodels.errors import CheckpointError
 from tests.kernel.battery import DTYPES, assert_same_bits
 from tests.moe.mla.models import ARCHITECTURES, load_ours

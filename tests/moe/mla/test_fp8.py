@@ -7,11 +7,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from isomodels.checkpoint import (
-    convert_checkpoint,
     load_checkpoint,
     open_checkpoint,
     save_checkpoint,
 )
+from isomodels.conversion import convert_checkpoint
 from isomodels.errors import CheckpointError, ConfigError
 from isomodels.weights_conv.fp8 import dequantise
 from tests.kernel.battery import assert_same_bits

@@ -6,7 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from isomodels.checkpoint import convert_checkpoint, load_checkpoint, load_into, save_checkpoint
+from isomodels.checkpoint import load_checkpoint, load_into, save_checkpoint
+from isomodels.conversion import convert_checkpoint
 from isomodels.errors import CheckpointError
 from tests.checkpoints import make_qwen3_moe
 from tests.dense.models import run_packed, tokens

@@ -1,0 +1,65 @@
+"""Megatron's own loader and saver beside ours: the same folders, the same bits."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+
+from megatron.core import dist_checkpointing
+
+from isomodels.checkpoint import load_checkpoint
+from isomodels.conversion import convert_checkpoint
+from isomodels.megatron import Trainer, model_provider, transformer_config
+from isomodels.megatron.process import start_process, stop_process
+from isomodels.stored_weights import open_weights
+from isomodels.weights_conv import dist_write
+from isomodels.weights_conv.bits import same_bits
+from tests.weights.support import raw_folder
+from tests.weights.test_conversion import MAKERS, digest
+
+KINDS = ("qwen3-tied", "mimo", "qwen3-moe", "glm", "qwen3_5", "qwen3_5-moe", "qwen3_5-multimodal")
+
+
+@pytest.fixture
+def process():
+    start_process()
+    yield
+    stop_process()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_megatron_loads_what_convert_writes(tmp_path: Path, monkeypatch, process, kind) -> None:
+    """Chunks small enough that every tensor has several, and many files."""
+    monkeypatch.setattr(dist_write, "_CHUNK_SIZE", 5000)
+    path = MAKERS[kind](tmp_path / "hf")
+    written = convert_checkpoint(path, tmp_path / "dist", to="megatron", max_shard_size=400_000)
+    assert len(list(written.path.glob("*.distcp"))) > 1
+    model = model_provider(path, load_weights=False)(config=transformer_config(written.config))
+    for tensor in model.core.state_dict().values():
+        tensor.fill_(1.0)
+    state = {"model": model.sharded_state_dict()}
+    loaded = dist_checkpointing.load(state, str(written.path))
+    model.load_state_dict(loaded["model"])
+    expected = load_checkpoint(path, carry_mtp=True).state_dict()
+    assert model.core.state_dict().keys() == expected.keys()
+    for name, tensor in model.core.state_dict().items():
+        assert same_bits(tensor, expected[name]), name
+
+
+@pytest.mark.parametrize("kind", ["qwen3-moe", "glm", "qwen3_5-multimodal"])
+def test_convert_reads_what_megatron_saves(tmp_path: Path, kind) -> None:
+    """A training with its optimizer's states, after a step."""
+    path = MAKERS[kind](tmp_path / "hf")
+    with Trainer(path, dtype=torch.bfloat16, lr=1e-2) as trainer:
+        trainer.step([[1, 2, 3, 4, 5, 6, 7, 8, 9]], num_microbatches=1)
+        trainer.save(tmp_path / "dist")
+        trainer.save_hf(tmp_path / "expected")
+    before = digest(tmp_path / "dist")
+    opened = open_weights(tmp_path / "dist", path)
+    assert opened.layout == "megatron"
+    convert_checkpoint(opened, tmp_path / "out")
+    assert raw_folder(tmp_path / "out") == raw_folder(tmp_path / "expected")
+    assert raw_folder(tmp_path / "out") != raw_folder(path)
+    assert digest(tmp_path / "dist") == before
