@@ -27,8 +27,8 @@ PAGED_SCHEDULE = declare(Schedule("paged_causal_conv", "torch", 1, _CONSTANTS))
 
 _TRITON: dict[str, int | str] = {
     **_CONSTANTS,
-    "accumulate": "float32, products and sums rounded apart",
-    "silu": "x / (1 + exp(-x)), the quotient rounded to nearest",
+    "accumulate": "float32, each product added before it is rounded",
+    "silu": "x / (1 + exp(-x)), the GPU's own quotient",
     "exp": "the GPU's own power of two of x times log2(e)",
 }
 TRITON_SCHEDULE = declare(Schedule("causal_conv", "triton", 1, _TRITON))

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from isomodels.kernels.common_triton import log2_ceil, pairwise_sum, processors, sum_rows
-from isomodels.kernels.heads_triton import dense_heads, heads_of, places, sigmoid, silu
+from isomodels.kernels.heads_triton import dense_heads, heads_of, places, silu
 from isomodels.kernels.rms_norm_triton import inverse_rms
 
 _ROWS, _WARPS = 16, 4
@@ -57,7 +57,7 @@ def _backward(
         x = tl.load(at, mask=mask, other=0.0).to(tl.float32)
         at = gate_ptr + places(token, head, gate_stride_t, gate_stride_h) + columns
         gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-        open_ = sigmoid(gate)
+        open_ = 1.0 / (1.0 + tl.exp(-gate))
         scale = inverse_rms(tl.sum(x * x, axis=1), N, eps)[:, None]
         unit = x * scale
         dgate = grad * unit * weight * open_ * (1.0 + gate * (1.0 - open_))

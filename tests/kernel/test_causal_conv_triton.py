@@ -97,16 +97,16 @@ def test_tiles_move_no_bit(monkeypatch):
     x, weight = draw(8192, 4, 700, torch.bfloat16)
     cu, lengths, slots = on([0, 1, 1, 300, 301, 700]), on([1, 0, 299, 1, 399]), on([4, 0, 3, 2, 1])
     whole = ours.causal_conv(x, weight, cu)
-    for tokens, columns, edges, warps in [(1, 1024, 256, 4), (32, 128, 512, 8), (8, 512, 2048, 2)]:
-        monkeypatch.setattr(ours, "_TOKENS", tokens)
+    for run, columns, edges, warps in [(4, 1024, 256, 4), (32, 128, 512, 8), (256, 512, 2048, 2)]:
+        monkeypatch.setattr(ours, "_RUN", run)
         monkeypatch.setattr(ours, "_CHANNELS", columns)
         monkeypatch.setattr(ours, "_EDGE_CHANNELS", edges)
         monkeypatch.setattr(ours, "_WARPS", warps)
-        assert_same_bits(ours.causal_conv(x, weight, cu), whole, f"{tokens} tokens")
+        assert_same_bits(ours.causal_conv(x, weight, cu), whole, f"runs of {run} tokens")
         assert_same_bits(ours.causal_conv(odd_storage(x), weight, cu), whole, "odd storage")
         windows = torch.full((5, 3, 8192), torch.nan, dtype=torch.bfloat16, device=DEVICE)
         y = ours.paged_causal_conv(x, weight, windows, slots, cu, lengths)
-        assert_same_bits(y, whole, f"{tokens} tokens, windows")
+        assert_same_bits(y, whole, f"runs of {run} tokens, windows")
         assert_same_bits(windows[1], x[-3:])
         assert windows[0].isnan().all()
 
