@@ -2,11 +2,9 @@
 
 from typing import Unpack
 
-import torch
 from torch import Tensor, nn
 
 from isomodels.batch import Batch
-from isomodels.errors import UnsupportedError
 from isomodels.layers.decoder import CausalLM, Decoder, MakeMLP
 from isomodels.layers.gated_attention import GatedAttention
 from isomodels.layers.gated_delta import GatedDeltaNet
@@ -72,9 +70,6 @@ class HybridCausalLM(CausalLM):
     """A hybrid decoder with its head: what a host runs.
 
     `make_mlp` gives each layer its feed-forward; by default all are dense.
-
-    Raises:
-        UnsupportedError: on a GPU, for which the gated delta rule has no kernels yet.
     """
 
     def __init__(
@@ -85,10 +80,6 @@ class HybridCausalLM(CausalLM):
         **placed: Unpack[Placed],
     ):
         nn.Module.__init__(self)
-        if torch.device(placed.get("device") or "cpu").type == "cuda":
-            raise UnsupportedError(
-                f"{config.architectures[0]} has no GPU kernels yet: run it on the CPU"
-            )
         self.config = config
         self.model = HybridDecoder(config, make_mlp, **placed)
         self.lm_head = LMHead(

@@ -5,9 +5,6 @@ import torch
 from torch.utils.checkpoint import checkpoint as recompute
 
 from isomodels.batch import Batch
-from isomodels.config import read_config
-from isomodels.errors import UnsupportedError
-from isomodels.registry import load_object
 from tests.dense.test_operations import OnlyOurs
 from tests.hybrid.models import ARCHITECTURES, Engine, bounds, load_ours, run_packed, tokens
 from tests.kernel.battery import DTYPES, assert_same_bits, relative_rms
@@ -131,9 +128,3 @@ def test_row_44_of_the_field_reports_no_gradient_crosses_documents(checkpoint):
         gradients.append(embedded[0].grad)
     assert not gradients[0][:30].any()
     assert relative_rms(gradients[0][30:], gradients[1]) < 1e-5
-
-
-def test_a_gpu_is_refused(checkpoint):
-    spec, config = read_config(checkpoint("qwen3_5"))
-    with pytest.raises(UnsupportedError, match="has no GPU kernels yet: run it on the CPU"):
-        load_object(spec.model)(config, dtype=torch.bfloat16, device=torch.device("cuda"))
