@@ -28,7 +28,7 @@ from isomodels.kernels.vocab_parallel import (
     token_logprobs,
     token_logprobs_gradients,
 )
-from isomodels.layers.parallel import Shard, TensorParallel
+from isomodels.layers.parallel import ExpertParallel, Shard, TensorParallel
 
 # Bytes of a rank's message up to which one collective beats two that move less. Free: no bit
 # depends on it.
@@ -37,7 +37,7 @@ SMALL_MESSAGE = 256 * 1024
 Fold = Callable[[Tensor], Tensor]  # [n, T, ...] -> [T, ...]
 
 
-def all_gather(x: Tensor, parallel: TensorParallel) -> Tensor:
+def all_gather(x: Tensor, parallel: TensorParallel | ExpertParallel) -> Tensor:
     """[...] of this rank -> [n, ...] of all."""
     flat = _bytes(x)
     out = flat.new_empty(parallel.size * len(flat))

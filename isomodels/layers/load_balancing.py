@@ -6,7 +6,9 @@ from torch import Tensor
 from isomodels.config import Routing
 
 
-def load_balancing_loss(logits: Tensor, ids: Tensor, routing: Routing) -> Tensor:
+def load_balancing_loss(
+    logits: Tensor, ids: Tensor, routing: Routing, all_ids: Tensor | None = None
+) -> Tensor:
     """E * sum over experts of (share of the slots) * (mean score), differentiable in the logits.
 
     1 for a router that spreads its tokens evenly. Source: Fedus et al., "Switch Transformers"
@@ -17,6 +19,7 @@ def load_balancing_loss(logits: Tensor, ids: Tensor, routing: Routing) -> Tensor
         logits: [T, E] fp32.
         ids: [T, k] int32.
         routing: the router's.
+        all_ids: those of the tokens that the shares are of, where these are only some of them.
 
     Returns:
         [] fp32.
@@ -26,6 +29,7 @@ def load_balancing_loss(logits: Tensor, ids: Tensor, routing: Routing) -> Tensor
     else:
         scores = torch.sigmoid(logits)
         scores = scores / (scores.sum(1, keepdim=True) + 1e-20)
+    ids = ids if all_ids is None else all_ids
     slots = torch.bincount(ids.reshape(-1).long(), minlength=routing.num_experts)
     share = slots.to(torch.float32) / max(ids.numel(), 1)
     return routing.num_experts * (share * scores.mean(0)).sum()

@@ -13,9 +13,11 @@ from isomodels.kernels.mla_attention import (
 )
 from isomodels.kernels.rope import rope
 from isomodels.kernels.yarn import Yarn, yarn_table
+from isomodels.layers.collectives import enter
 from isomodels.layers.linear import Linear, Placed, RowLinear, parameter
 from isomodels.layers.mla_config import LatentMoEConfig
 from isomodels.layers.norm import RMSNorm
+from isomodels.layers.parallel import ALONE, split, split_shared
 
 
 class RotaryPart(nn.Module):
@@ -64,8 +66,11 @@ class LatentCore(nn.Module):
         super().__init__()
         self.layer_index = layer_index
         self.scale = config.softmax_scale
+        parallel = placed.get("layout", ALONE).tensor
         rows = config.num_attention_heads * (config.qk_nope_head_dim + config.v_head_dim)
-        self.weight = parameter(rows, config.kv_lora_rank, **placed)
+        shard = split([rows], parallel.rank, parallel.size)
+        self.weight = parameter(shard.length, config.kv_lora_rank, **placed)
+        self.shards = {"weight": shard} if parallel.size > 1 else {}
 
     def forward(
         self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, batch: Batch
@@ -96,20 +101,28 @@ class LatentAttention(nn.Module):
     """Projections to latents, their norms, rope on the rotary parts, attention, output projection.
 
     `qkv_a_proj` gives [q's latent | kv latent | rotary key], or q itself where there is no
-    `q_lora_rank`.
+    `q_lora_rank`. A rank of tensor parallelism has its own heads and all of the latents, so that
+    its gradients of these are a part of the whole.
     """
 
     def __init__(self, config: LatentMoEConfig, layer_index: int, **placed: Unpack[Placed]):
         super().__init__()
-        self.num_heads, head_dim = config.num_attention_heads, config.head_dim
+        parallel = self.parallel = placed.get("layout", ALONE).tensor
+        ranks = (parallel.rank, parallel.size)
+        heads, head_dim = config.num_attention_heads, config.head_dim
+        self.num_heads = heads // parallel.size
         self.query_split = (config.qk_nope_head_dim, config.qk_rope_head_dim)
         hidden, rank, eps = config.hidden_size, config.q_lora_rank, config.norm_eps_of_latents
-        queries = self.num_heads * head_dim
-        self.split = (rank or queries, config.kv_lora_rank, config.qk_rope_head_dim)
-        self.qkv_a_proj = Linear(hidden, sum(self.split), **placed)
-        self.q_a_layernorm = None if rank is None else RMSNorm(rank, eps, **placed)
-        self.q_b_proj = None if rank is None else Linear(rank, queries, **placed)
-        self.kv_a_layernorm = RMSNorm(config.kv_lora_rank, eps, **placed)
+        queries, latents = heads * head_dim, (config.kv_lora_rank, config.qk_rope_head_dim)
+        self.split = (rank or queries // parallel.size, *latents)
+        shard = split_shared([rank or queries, *latents], [rank is None, False, False], *ranks)
+        whole = (rank or queries) + sum(latents)
+        self.qkv_a_proj = Linear(hidden, whole, shard=shard, **placed)
+        self.q_a_layernorm = None if rank is None else RMSNorm(rank, eps, partial=True, **placed)
+        self.q_b_proj = None
+        if rank is not None:
+            self.q_b_proj = Linear(rank, queries, shard=split([queries], *ranks), **placed)
+        self.kv_a_layernorm = RMSNorm(config.kv_lora_rank, eps, partial=True, **placed)
         self.q_rope, self.k_rope = (
             RotaryPart(
                 config.qk_rope_head_dim,
@@ -122,10 +135,11 @@ class LatentAttention(nn.Module):
             for _ in range(2)
         )
         self.kv_b_proj = LatentCore(config, layer_index, **placed)
-        self.o_proj = RowLinear(self.num_heads * config.v_head_dim, hidden, **placed)
+        self.o_proj = RowLinear(heads * config.v_head_dim, hidden, **placed)
 
     def forward(self, x: Tensor, positions: Tensor, batch: Batch) -> Tensor:
         """x [T, H], positions [T] -> [T, H]."""
+        x = enter(x, self.parallel)
         q, latent, k_rope = self.qkv_a_proj(x).split(self.split, dim=1)
         if self.q_a_layernorm is not None and self.q_b_proj is not None:
             q = self.q_b_proj(self.q_a_layernorm(q, None)[0])  # [T, rank] -> [T, heads * D]

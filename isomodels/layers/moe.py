@@ -15,8 +15,17 @@ from isomodels.kernels.moe_combine import moe_combine
 from isomodels.kernels.moe_sort import moe_sort
 from isomodels.kernels.router import check_groups, route, router_logits
 from isomodels.kernels.swiglu import swiglu
+from isomodels.layers.collectives import (
+    all_gather,
+    gather_tokens,
+    own_slice,
+    slice_tokens,
+    sum_gradients,
+)
+from isomodels.layers.expert_parallel import come_home, leave, own_rows, plan, share_rows
 from isomodels.layers.linear import Placed, parameter
 from isomodels.layers.mlp import MLP
+from isomodels.layers.parallel import ALONE, Layout, Shard, TensorParallel, split
 from isomodels.layers.pinned import PinnedBuffers
 
 # logits [T, E], ids [T, k], weights [T, k] -> the weights, the same bits, with a loss hung on them
@@ -32,6 +41,9 @@ class Router(PinnedBuffers):
             vLLM hangs its own recorder of routes.
         replay: ids [T, k] int32 to take in the next forward instead of choosing.
         attach_loss: a trainer's load-balancing loss.
+
+    Ranks of tensor parallelism choose for a slice of the tokens each, but in an engine; what is
+    captured and replayed is of all tokens.
     """
 
     e_score_correction_bias: Tensor | None
@@ -44,6 +56,7 @@ class Router(PinnedBuffers):
         self.capture_fn: Callable[[Tensor], None] | None = None
         self.replay: Tensor | None = None
         self.attach_loss: AttachLoss | None = None
+        self.slices = slices_of(placed.get("layout", ALONE))
         self.weight = parameter(routing.num_experts, hidden_size, **placed)
         self.register_buffer("e_score_correction_bias", None)
         if routing.correction_bias:
@@ -55,7 +68,10 @@ class Router(PinnedBuffers):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [T, H] -> (ids [T, k] int32, weights [T, k] fp32)."""
         one = self.routing
-        logits = router_logits(x, self.weight)  # [T, E] fp32
+        logits = router_logits(x, sum_gradients(self.weight, self.slices))  # [T, E] fp32
+        replay = self.replay
+        if replay is not None and self.slices.size > 1:
+            replay = own_slice(replay, self.slices)
         weights, ids = route(
             logits,
             one.top_k,
@@ -65,13 +81,17 @@ class Router(PinnedBuffers):
             self.e_score_correction_bias,
             one.n_group,
             one.topk_group,
-            self.replay,
+            replay,
         )
         if self.capture_fn is not None:
-            self.capture_fn(ids)
+            self.capture_fn(self.of_all_tokens(ids))
         if self.attach_loss is not None:
             weights = self.attach_loss(logits, ids, weights)
         return ids, weights
+
+    def of_all_tokens(self, ids: Tensor) -> Tensor:
+        """The ids of this rank's tokens -> those of the tokens of all slices."""
+        return ids if self.slices.size == 1 else all_gather(ids, self.slices).flatten(0, 1)
 
 
 class Experts(nn.Module):
@@ -82,8 +102,14 @@ class Experts(nn.Module):
     ):
         super().__init__()
         self.num_experts = num_experts
-        self.gate_up_proj = parameter(num_experts, 2 * intermediate_size, hidden_size, **placed)
-        self.down_proj = parameter(num_experts, hidden_size, intermediate_size, **placed)
+        parallel = self.parallel = placed.get("layout", ALONE).experts
+        here = num_experts // parallel.size
+        self.gate_up_proj = parameter(here, 2 * intermediate_size, hidden_size, **placed)
+        self.down_proj = parameter(here, hidden_size, intermediate_size, **placed)
+        self.shards: dict[str, Shard] = {}
+        if parallel.size > 1:
+            shard = split([num_experts], parallel.rank, parallel.size)
+            self.shards = {"gate_up_proj": shard, "down_proj": shard}
 
     def forward(
         self,
@@ -99,9 +125,26 @@ class Experts(nn.Module):
         -> [T, H]. One module for all of it: between sort and sum, rows are no tokens.
         """
         offsets, order, places = moe_sort(ids, self.num_experts)
-        gate_up = grouped_linear(x, self.gate_up_proj, offsets, order, places)  # [R, 2I]
-        y = grouped_linear(swiglu(gate_up), self.down_proj, offsets)  # [R, I] -> [R, H]
+        if self.parallel.size == 1:
+            gate_up = grouped_linear(x, self.gate_up_proj, offsets, order, places)  # [R, 2I]
+            y = grouped_linear(swiglu(gate_up), self.down_proj, offsets)  # [R, I] -> [R, H]
+        elif self.parallel.replicated:
+            bounds = own_rows(offsets, self.parallel)
+            first, end = bounds[self.parallel.rank : self.parallel.rank + 2]
+            here = len(self.gate_up_proj)
+            own = offsets[self.parallel.rank * here :][: here + 1] - first
+            rows = x[order[first:end].long() // places.shape[1]]
+            y = share_rows(self._run(rows, own), bounds, self.parallel)
+        else:
+            journey = plan(offsets, self.parallel)
+            y = self._run(leave(x, order, places, journey), journey.offsets)
+            y = come_home(y, journey)
         return moe_combine(y, weights, places, shared, shared_gate)
+
+    def _run(self, rows: Tensor, offsets: Tensor) -> Tensor:
+        """Rows [R', H] of the experts here, expert by expert -> [R', H]."""
+        gate_up = grouped_linear(rows, self.gate_up_proj, offsets)
+        return grouped_linear(swiglu(gate_up), self.down_proj, offsets)
 
 
 class SharedExpertGate(nn.Module):
@@ -109,11 +152,12 @@ class SharedExpertGate(nn.Module):
 
     def __init__(self, hidden_size: int, **placed: Unpack[Placed]):
         super().__init__()
+        self.slices = slices_of(placed.get("layout", ALONE))
         self.weight = parameter(1, hidden_size, **placed)
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, H] -> [T, 1] fp32."""
-        return router_logits(x, self.weight)
+        return router_logits(x, sum_gradients(self.weight, self.slices))
 
 
 class MoE(nn.Module):
@@ -140,6 +184,9 @@ class MoE(nn.Module):
         **placed: Unpack[Placed],
     ):
         super().__init__()
+        layout = placed.get("layout", ALONE)
+        # without sequence parallelism, slices are cut here and put together again
+        self.cut = TensorParallel() if layout.tensor.sequence else slices_of(layout)
         self.gate = Router(hidden_size, routing, layer_id, **placed)
         self.experts = Experts(hidden_size, intermediate_size, routing.num_experts, **placed)
         self.shared_experts = None
@@ -154,7 +201,17 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, H] -> [T, H]."""
-        ids, weights = self.gate(x)
         shared = None if self.shared_experts is None else self.shared_experts(x)
+        if self.cut.size > 1:
+            x = slice_tokens(x, self.cut)
+            shared = None if shared is None else slice_tokens(shared, self.cut)
+        ids, weights = self.gate(x)
         gate = None if self.shared_expert_gate is None else self.shared_expert_gate(x)
-        return self.experts(x, ids, weights, shared, gate)
+        y = self.experts(x, ids, weights, shared, gate)
+        return y if self.cut.size == 1 else gather_tokens(y, self.cut)
+
+
+def slices_of(layout: Layout) -> TensorParallel:
+    """The ranks that route a slice of the tokens each: all of tensor parallelism in a trainer, so
+    that no expert computes a token twice; none in an engine."""
+    return TensorParallel() if layout.experts.replicated else layout.tensor

@@ -154,6 +154,12 @@ def split(sizes: Sequence[int], rank: int, ranks: int, dim: int = 0) -> Shard:
     return Shard(dim, tuple(_parts(sizes, [(rank, ranks, 1, 0)] * len(sizes))))
 
 
+def split_shared(sizes: Sequence[int], cut: Sequence[bool], rank: int, ranks: int) -> Shard:
+    """Rows of which some parts are cut evenly, and the others are whole on every rank."""
+    cuts = [(rank, ranks, 1, 0) if one else (0, 1, ranks, rank) for one in cut]
+    return Shard(0, tuple(_parts(sizes, cuts)))
+
+
 def split_kv(queries: int, kv_heads: int, head_dim: int, rank: int, ranks: int) -> Shard:
     """Rows [q | k | v]: ranks beyond the number of key heads share them.
 
@@ -213,8 +219,6 @@ def check_layout(config: Any, layout: Layout) -> None:
         UnsupportedError: one sentence.
     """
     _check_tensor(config, layout.tensor.size)
-    if config.routing is not None and layout.tensor.size * layout.experts.size > 1:
-        raise UnsupportedError("tensor and expert parallelism of models with experts: use 1")
     ranks = layout.experts.size
     experts = config.routing.num_experts if config.routing is not None else 1
     if ranks > 1 and experts == 1:

@@ -23,7 +23,7 @@ def prepare_experts(config: Any, core: nn.Module) -> dict[int, Tensor]:
         Layer index -> the loss [] of the last training forward, before its coefficient; filled by
         the forwards.
     """
-    mark_experts(core, config.expert_model_parallel_size)
+    mark_experts(core, config.expert_model_parallel_size * config.tensor_model_parallel_size)
     losses: dict[int, Tensor] = {}
     if config.moe_router_load_balancing_type == "aux_loss" and config.moe_aux_loss_coeff:
         for router in routers(core):
@@ -31,16 +31,21 @@ def prepare_experts(config: Any, core: nn.Module) -> dict[int, Tensor]:
     return losses
 
 
-def mark_experts(core: nn.Module, expert_parallel_size: int) -> None:
+def mark_experts(core: nn.Module, ranks: int) -> None:
     """Set `allreduce` as Megatron's own experts do.
 
-    False keeps a parameter's gradients out of the ranks that hold other experts: Megatron then
-    reduces, clips and stores them within the group of the same experts.
+    False has Megatron reduce, clip and store a parameter's gradients among the ranks that hold the
+    same experts and see other tokens: with expert parallelism not those of other experts, with
+    tensor parallelism also its ranks, each of which has a slice of the tokens.
+
+    Args:
+        core: the model.
+        ranks: of tensor times expert parallelism.
     """
     for module in core.modules():
         if isinstance(module, Experts):
             for parameter in module.parameters(recurse=False):
-                parameter.allreduce = expert_parallel_size == 1  # type: ignore[attr-defined]
+                parameter.allreduce = ranks == 1  # type: ignore[attr-defined]
 
 
 def _attach(
@@ -54,9 +59,12 @@ def _attach(
     """The weights as they are; their backward pass starts that of the loss, too."""
     if not (router.training and torch.is_grad_enabled()):
         return weights
-    loss = load_balancing_loss(logits, ids, router.routing)
+    # the shares are of all tokens, the scores of this rank's slice of them
+    loss = load_balancing_loss(logits, ids, router.routing, router.of_all_tokens(ids))
     losses[router.layer_id] = loss.detach()  # a recomputed layer writes it again
     scaled = loss * config.moe_aux_loss_coeff
     if config.calculate_per_token_loss:
         scaled = scaled * len(ids)  # Megatron divides all gradients by the number of tokens
+    else:
+        scaled = scaled / router.slices.size
     return MoEAuxLossAutoScaler.apply(weights, scaled)

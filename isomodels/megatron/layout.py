@@ -195,7 +195,11 @@ def mark_parameters(core: nn.Module, layout: Layout) -> None:
 
     parts = shards(core)
     for name, parameter in core.named_parameters():
-        if name in parts and layout.tensor.size > 1 and ".experts." not in name:
+        # Experts have gradients of other tokens on every tensor parallel rank. (The distributed
+        # optimizer keeps each once; the plain one counts copies of an expert in the norm.)
+        if layout.tensor.size > 1 and ".experts." in name:
+            set_tensor_model_parallel_attributes(parameter, True, 0, 1)
+        elif layout.tensor.size > 1 and name in parts:
             set_tensor_model_parallel_attributes(parameter, True, parts[name].dim, 1)
         if layout.tensor.sequence and _on_slices(name):
             parameter.sequence_parallel = True  # type: ignore[attr-defined]

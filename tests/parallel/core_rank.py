@@ -95,8 +95,10 @@ def whole_gradients(core: nn.Module, ranks: int, group: Any) -> dict[str, Tensor
     for name, grad in own.items():
         shard = gathered[0][1].get(name)
         if shard is None:
-            summed = name.endswith("layernorm.weight") or name == "model.norm.weight"
-            if summed and core.layout.tensor.sequence:  # Megatron adds them; see the host
+            norms = name.endswith(("input_layernorm.weight", "post_attention_layernorm.weight"))
+            summed = (norms or name == "model.norm.weight") and core.layout.tensor.sequence
+            # an expert that is whole on each rank sees its slice of the tokens
+            if summed or ".experts." in name:  # Megatron adds them; see the host
                 whole[name] = sum(one[name].float() for one, _ in gathered).to(grad.dtype)
                 continue
             for other, _ in gathered:
@@ -109,7 +111,3 @@ def whole_gradients(core: nn.Module, ranks: int, group: Any) -> dict[str, Tensor
         for other, parts in gathered:
             parts[name].put(whole[name], other[name])
     return whole
-
-
-def close() -> None:
-    dist.destroy_process_group()

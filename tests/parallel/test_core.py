@@ -11,6 +11,7 @@ from tests.megatron.bits import assert_same_bits
 LENGTHS = [1, 17, 64, 3, 35]  # 120 tokens: a multiple of 2 and 4
 CASES = ("hidden", "logits", "logprobs", "token_logprobs")
 DENSE = ("Qwen3ForCausalLM", "MiMoForCausalLM")
+EXPERTS = ("Qwen3MoeForCausalLM", "Glm4MoeLiteForCausalLM", "DeepseekV3ForCausalLM")
 ALONE: dict[tuple, dict[str, Any]] = {}
 
 
@@ -39,6 +40,38 @@ def test_dense_over_ranks(four_ranks, tiny, architecture, size, sequence, dtype)
         for got in run(four_ranks, path, ranks=size, sequence=sequence, small=small):
             for case in CASES:
                 assert_same_bits(got[case], expected[case], case)
+
+
+LAYOUTS = [
+    {"sequence": False},
+    {"sequence": True, "experts": 2},
+    {"sequence": False, "experts": 2},
+    {"sequence": False, "replicated": True},
+    {"sequence": False, "experts": 2, "replicated": True},
+]
+
+
+@pytest.mark.parametrize("how", LAYOUTS, ids=lambda how: "-".join(how))
+@pytest.mark.parametrize("architecture", EXPERTS)
+def test_experts_over_ranks(four_ranks, tiny, architecture, how):
+    path = tiny(architecture, "bfloat16")
+    expected = alone(four_ranks, path)
+    for got in run(four_ranks, path, ranks=2, **how):
+        for case in CASES:
+            assert_same_bits(got[case], expected[case], case)
+
+
+@pytest.mark.parametrize("how", LAYOUTS[:3], ids=lambda how: "-".join(how))
+@pytest.mark.parametrize("architecture", EXPERTS)
+def test_gradients_of_experts_over_ranks(four_ranks, tiny, architecture, how):
+    no_query_latent = {"q_lora_rank": None} if architecture == "DeepseekV3ForCausalLM" else {}
+    path = tiny(architecture, "float32", **no_query_latent)
+    expected = alone(four_ranks, path, gradients=True)["gradients"]
+    got = run(four_ranks, path, ranks=2, gradients=True, **how)[0]["gradients"]
+    assert got.keys() == expected.keys()
+    for name, gradient in expected.items():
+        scale = float(gradient.abs().max())
+        torch.testing.assert_close(got[name], gradient, atol=5e-6 * scale, rtol=0, msg=name)
 
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["tp", "sp"])

@@ -19,6 +19,9 @@ LAYERS = {"num_hidden_layers": 4}
 MODELS = {
     "qwen3": ("Qwen3ForCausalLM", {**LAYERS, "tie_word_embeddings": True}),
     "mimo": ("MiMoForCausalLM", LAYERS),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", LAYERS),
+    "deepseek": ("DeepseekV3ForCausalLM", LAYERS),
+    "glm": ("Glm4MoeLiteForCausalLM", LAYERS),
 }
 CASES = ("forward", "score", "recompute")
 ALONE: dict[tuple, dict[str, Any]] = {}
@@ -67,7 +70,18 @@ DENSE = [
 ]
 
 
-@pytest.mark.parametrize(("model", "dtype", "layout"), DENSE)
+EXPERTS = [
+    ("qwen3_moe", "bfloat16", "tp2"),
+    ("qwen3_moe", "bfloat16", "tp2,sp,ep2"),
+    ("qwen3_moe", "bfloat16", "dp2,ep2"),
+    ("qwen3_moe", "bfloat16", "pp2"),
+    ("deepseek", "bfloat16", "tp2,ep2"),
+    ("glm", "bfloat16", "tp2,sp"),
+    ("glm", "bfloat16", "tp2,sp,pp2,ep2"),
+]
+
+
+@pytest.mark.parametrize(("model", "dtype", "layout"), [*DENSE, *EXPERTS])
 def test_every_rank_has_the_bits_of_one_process(processes, tiny, sequences, model, dtype, layout):
     architecture, fields = MODELS[model]
     path = tiny(architecture, dtype, **fields)
@@ -79,10 +93,18 @@ def test_every_rank_has_the_bits_of_one_process(processes, tiny, sequences, mode
             assert_all_same_bits(got[case], expected[case])
 
 
-@pytest.mark.parametrize("layout", ["tp2", "tp2,sp", "pp2", "pp2,vpp2"])
-def test_steps_in_a_layout_are_those_of_one_process(processes, tiny, tmp_path, sequences, layout):
+STEPS = [
+    *[("qwen3", layout) for layout in ("tp2", "tp2,sp", "pp2", "pp2,vpp2")],
+    *[("qwen3_moe", layout) for layout in ("tp2", "tp2,sp,ep2", "dp2,ep2")],
+]
+
+
+@pytest.mark.parametrize(("model", "layout"), STEPS)
+def test_steps_in_a_layout_are_those_of_one_process(
+    processes, tiny, tmp_path, sequences, model, layout
+):
     """Two optimizer steps in fp32 agree to rounding; all ranks end with the same bits."""
-    architecture, fields = MODELS["qwen3"]
+    architecture, fields = MODELS[model]
     path = tiny(architecture, "float32", **fields)
     long_enough = [s for s in sequences if len(s) > 1]
     how = ("float32", layout, long_enough)

@@ -1,0 +1,140 @@
+"""Experts on several ranks: rows travel to the rank of their expert and come home.
+
+Each expert is whole on one rank, and a row's result depends on no other row; it is combined with
+the token's other slots at home, in slot order. So no bit depends on the number of ranks.
+
+t: tokens of this rank, k: experts of a token, R = t * k: slots, n: ranks.
+"""
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from isomodels.kernels.grouped_linear import sum_slots
+from isomodels.layers.collectives import all_gather
+from isomodels.layers.parallel import ExpertParallel
+
+
+@dataclass(frozen=True)
+class Journey:
+    """Where the rows of this rank go, and which rows come here.
+
+    Attributes:
+        parallel: the ranks.
+        sent: rows to each rank; they lie in the order of the experts.
+        received: rows from each rank.
+        by_expert: [rows received] int64, from the order in which they came (by rank, then by
+            expert) to that of the experts here.
+        offsets: [experts here + 1] int32, bounds of each expert's rows.
+    """
+
+    parallel: ExpertParallel
+    sent: list[int]
+    received: list[int]
+    by_expert: Tensor
+    offsets: Tensor
+
+
+def plan(offsets: Tensor, parallel: ExpertParallel) -> Journey:
+    """Agree with the other ranks on who sends how many rows.
+
+    Args:
+        offsets: [E + 1] int32 of this rank's slots, from `moe_sort`.
+        parallel: the ranks.
+    """
+    here = (len(offsets) - 1) // parallel.size  # experts of a rank
+    counts = all_gather(offsets.diff(), parallel).long()  # [n, E]
+    sent = counts[parallel.rank].view(parallel.size, here).sum(1)
+    arriving = counts[:, parallel.rank * here : (parallel.rank + 1) * here]  # [n, experts here]
+    experts = torch.arange(here, device=offsets.device).repeat(parallel.size)
+    by_expert = experts.repeat_interleave(arriving.flatten()).argsort(stable=True)
+    bounds = torch.zeros(here + 1, dtype=torch.int32, device=offsets.device)
+    bounds[1:] = arriving.sum(0).cumsum(0)
+    return Journey(parallel, sent.tolist(), arriving.sum(1).tolist(), by_expert, bounds)
+
+
+def _travel(rows: Tensor, to: list[int], come: list[int], parallel: ExpertParallel) -> Tensor:
+    """[sum of to, H] -> [sum of come, H], bit for bit."""
+    width = rows.shape[1] * rows.element_size()
+    flat = rows.contiguous().view(-1).view(torch.uint8)
+    out = flat.new_empty(sum(come) * width)
+    dist.all_to_all_single(
+        out, flat, [n * width for n in come], [n * width for n in to], group=parallel.group
+    )
+    return out.view(rows.dtype).view(-1, rows.shape[1])
+
+
+def _unsorted(rows: Tensor, by_expert: Tensor) -> Tensor:
+    out = torch.empty_like(rows)
+    out[by_expert] = rows
+    return out
+
+
+class _Leave(torch.autograd.Function):
+    """Tokens [t, H] of this rank -> rows [rows received, H] in the order of the experts here."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, places: Tensor, journey: Journey) -> Tensor:
+        ctx.journey, ctx.dtype = journey, x.dtype
+        ctx.save_for_backward(places)
+        rows = x[order.long() // places.shape[1]]  # [R, H]
+        arrived = _travel(rows, journey.sent, journey.received, journey.parallel)
+        return arrived[journey.by_expert]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple:
+        (places,) = ctx.saved_tensors
+        one = ctx.journey
+        rows = _unsorted(grads[0], one.by_expert)
+        home = _travel(rows, one.received, one.sent, one.parallel)
+        return sum_slots(home.float(), places).to(ctx.dtype), None, None, None
+
+
+class _Return(torch.autograd.Function):
+    """Rows of the experts here -> [R, H], the rows of this rank's slots by place."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, journey: Journey) -> Tensor:
+        ctx.journey = journey
+        rows = _unsorted(y, journey.by_expert)
+        return _travel(rows, journey.received, journey.sent, journey.parallel)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple:
+        one = ctx.journey
+        arrived = _travel(grads[0], one.sent, one.received, one.parallel)
+        return arrived[one.by_expert], None
+
+
+def leave(x: Tensor, order: Tensor, places: Tensor, journey: Journey) -> Tensor:
+    """Tokens [t, H] -> rows [rows received, H], expert by expert."""
+    out: Tensor = _Leave.apply(x, order, places, journey)
+    return out
+
+
+def come_home(y: Tensor, journey: Journey) -> Tensor:
+    """Rows [rows received, H], expert by expert -> [R, H] by place."""
+    out: Tensor = _Return.apply(y, journey)
+    return out
+
+
+def own_rows(offsets: Tensor, parallel: ExpertParallel) -> list[int]:
+    """Where each rank's experts begin among the places, and where the last end: n + 1 numbers."""
+    here = (len(offsets) - 1) // parallel.size
+    return offsets[::here].tolist()
+
+
+def share_rows(y: Tensor, bounds: list[int], parallel: ExpertParallel) -> Tensor:
+    """The rows of this rank's experts -> [R, H], those of all ranks, which have the same tokens.
+
+    No gradient: an engine's.
+    """
+    counts = [end - start for start, end in pairwise(bounds)]
+    padded = y.new_zeros(max(counts), y.shape[1])
+    padded[: len(y)] = y
+    gathered = all_gather(padded, parallel)
+    return torch.cat([rows[:count] for rows, count in zip(gathered, counts, strict=True)])
