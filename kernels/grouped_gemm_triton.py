@@ -35,7 +35,6 @@ class GroupedConfig(NamedTuple):
     swap: int = 0  # the weight takes the place of the rows
     subtiles: int = 1  # parts in which the result tile is written
     occupancy: int = 1  # programs a multiprocessor
-    gather: int = 0  # rows of tokens are read where they lie, not copied to their places first
 
 
 FP32 = GroupedConfig(64, 64, 32, 2, 4)
@@ -105,25 +104,19 @@ def _store_rows(
 
 
 # Not specialised by sizes: a batch of a new size compiles nothing.
-@triton.jit(do_not_specialize=["limit", "N", "steps", "top_k"])
+@triton.jit(do_not_specialize=["limit", "N", "steps"])
 def _grouped(
-    a_desc, a_ptr, order_ptr, b_desc, c_desc, tiles_ptr, limit, N, steps, top_k,
+    a_desc, b_desc, c_desc, tiles_ptr, limit, N, steps,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
-    B_T: tl.constexpr, SWAP: tl.constexpr, SUBTILES: tl.constexpr, GATHER: tl.constexpr,
-    PITCH: tl.constexpr, OUT: tl.constexpr,
+    B_T: tl.constexpr, SWAP: tl.constexpr, SUBTILES: tl.constexpr, OUT: tl.constexpr,
 ):  # fmt: skip
-    """C[r] = B[e] A[r]: one loop over all K blocks of all tiles of this program.
-
-    GATHER: place r reads row order[r] // top_k of A, whose rows lie PITCH elements apart.
-    """
+    """C[r] = B[e] A[r]: one loop over all K blocks of all tiles of this program."""
     tiles_m, tiles_n = tl.load(tiles_ptr), tl.cdiv(N, BLOCK_N)
     programs = tl.num_programs(0)
     tile = tl.program_id(0) - programs
     mine = tl.cdiv(tiles_m * tiles_n - tl.program_id(0), programs)
     step, expert, row, rows, n = steps - 1, 0, 0, 0, 0
     acc = _zeros(BLOCK_M, BLOCK_N, SWAP)
-    if GATHER:
-        token = tl.zeros((BLOCK_M,), tl.int32)
     for _ in range(mine * steps):
         step = tl.where(step == steps - 1, 0, step + 1)
         if step == 0:
@@ -132,17 +125,8 @@ def _grouped(
             entry = tiles_ptr + 1 + tile_m
             expert, row, rows = tl.load(entry), tl.load(entry + limit), tl.load(entry + 2 * limit)
             n = tile_n * BLOCK_N
-            if GATHER:
-                at = tl.arange(0, BLOCK_M)
-                slot = tl.load(order_ptr + row + at, mask=at < rows, other=0)
-                token = slot // top_k
         k = step * BLOCK_K
-        if GATHER:
-            # The product with a constant is here, since it tells the compiler of the alignment.
-            offset = token.to(tl.int64) * PITCH
-            a = tl.load(a_ptr + offset[:, None] + (k + tl.arange(0, BLOCK_K))[None, :])
-        else:
-            a = a_desc.load([row, k])  # the last rows may be the next expert's: not written
+        a = a_desc.load([row, k])  # the last rows may be the next expert's: not written
         b = _load_weight(b_desc, expert, n, k, BLOCK_N, BLOCK_K, B_T)
         acc = _multiply(a, b, acc, SWAP)
         if step == steps - 1:
@@ -215,11 +199,6 @@ def _bulk_experts(weight: Tensor) -> Tensor:
     return padded[:, :, :k]
 
 
-def can_gather(x: Tensor, config: GroupedConfig) -> bool:
-    """Whether the rows of x [T, K] can be read where they lie: whole blocks, aligned."""
-    return bulk(x) is x and x.shape[1] % config.block_k == 0
-
-
 def grouped_gemm(
     a: Tensor,
     b: Tensor,
@@ -227,25 +206,21 @@ def grouped_gemm(
     config: GroupedConfig,
     *,
     b_t: bool = False,
-    order: Tensor | None = None,
-    top_k: int = 1,
 ) -> Tensor:
     """C[r] = B[e] A[r], for the expert e of place r.
 
     Args:
-        a: [R, K], or [T, K] with `order`.
+        a: [R, K].
         b: [E, N, K], or [E, K, N] with `b_t`; dtype of `a`.
         offsets: [E + 1] int32, from 0 to R.
         config: the tuning for these shapes.
         b_t: B is stored with K first.
-        order: [R] int32: place r reads row order[r] // top_k of `a` (see `can_gather`).
-        top_k: see `order`.
 
     Returns:
         [R, N] in the dtype of `a`.
     """
     experts, n, k = b.shape if not b_t else (b.shape[0], b.shape[2], b.shape[1])
-    num_rows = len(a) if order is None else len(order)
+    num_rows = len(a)
     out = torch.empty(num_rows, n, dtype=a.dtype, device=a.device)
     if num_rows == 0 or n == 0 or k == 0:
         return out.zero_()
@@ -256,29 +231,17 @@ def grouped_gemm(
     offsets = offsets.contiguous()
     key = offsets.data_ptr() % 16 == 0
     _planner(experts, block_m)((experts, 1, 1), offsets, tiles, limit, key=key)
-    b, target = _bulk_experts(b), bulk(out)
-    box = [1, block_k, block_n] if b_t else [1, block_n, block_k]
-    gathers = order is not None
-    pitch = a.stride(0) if gathers else 0
-    if order is None:
-        a, order = bulk(a), tiles  # no order is read
-    else:
-        order = order.contiguous()
-    launcher = _launcher(config, a.dtype, b_t, gathers, pitch)
+    a, b, target = bulk(a), _bulk_experts(b), bulk(out)
     programs = min(limit * cdiv(n, block_n), processors(a) * config.occupancy)
-    launcher(
+    _launcher(config, a.dtype, b_t)(
         (programs, 1, 1),
-        None if gathers else descriptor(a, [block_m, block_k]),
-        a if gathers else None,
-        order,
-        descriptor(b, box),
+        descriptor(a, [block_m, block_k]),
+        descriptor(b, [1, block_k, block_n] if b_t else [1, block_n, block_k]),
         ragged_descriptor(target, [block_m, block_n // config.subtiles]),
         tiles,
         limit,
         n,
         cdiv(k, block_k),
-        top_k,
-        key=(a.dtype, order.data_ptr() % 16 == 0),
     )
     return out if target is out else out.copy_(target)
 
@@ -328,13 +291,11 @@ def _planner(experts: int, block_m: int) -> Launcher:
 
 
 @functools.cache
-def _launcher(
-    config: GroupedConfig, dtype: torch.dtype, b_t: bool, gather: bool, pitch: int
-) -> Launcher:
+def _launcher(config: GroupedConfig, dtype: torch.dtype, b_t: bool) -> Launcher:
     constants = {
         "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k,
         "GROUP": _GROUP, "B_T": b_t, "SWAP": bool(config.swap), "SUBTILES": config.subtiles,
-        "GATHER": gather, "PITCH": pitch, "OUT": TRITON_DTYPES[dtype],
+        "OUT": TRITON_DTYPES[dtype],
     }  # fmt: skip
     return Launcher(_grouped, constants, num_warps=config.warps, num_stages=config.stages)
 

@@ -131,7 +131,7 @@ def _(
     from isomodels.kernels import grouped_linear_triton
 
     check_grouped(x, weight, offsets, order, places)
-    return grouped_linear_triton.grouped_linear(x, weight, offsets, order, places)
+    return grouped_linear_triton.grouped_linear(x, weight, offsets, places)
 
 
 @grouped_linear.register_fake

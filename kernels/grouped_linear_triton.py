@@ -6,7 +6,6 @@ from torch import Tensor
 from isomodels.kernels.grouped_gemm_triton import (
     FP32,
     GroupedConfig,
-    can_gather,
     grouped_gemm,
     grouped_weight_gradient,
 )
@@ -14,13 +13,17 @@ from isomodels.kernels.moe_combine_triton import spread, sum_slots
 
 # Tiles by the mean number of rows an expert, up to and including the key.
 _FORWARD = {
-    12: GroupedConfig(16, 64, 256, 5, 4, 1, gather=1),
-    40: GroupedConfig(32, 64, 256, 4, 4, 1, gather=1),
+    4: GroupedConfig(16, 64, 128, 5, 4, 1, occupancy=2),
+    10: GroupedConfig(32, 128, 128, 4, 4, 1),
     96: GroupedConfig(64, 128, 128, 4, 4),
-    1 << 30: GroupedConfig(128, 256, 64, 3, 8),
+    160: GroupedConfig(64, 256, 64, 4, 4),
+    1 << 30: GroupedConfig(128, 256, 64, 4, 8, subtiles=2),
 }
 _INPUT_GRADIENT = {64: GroupedConfig(64, 128, 64, 4, 4), 1 << 30: GroupedConfig(128, 256, 64, 3, 8)}
-_WEIGHT_GRADIENT = {1 << 30: GroupedConfig(128, 256, 64, 3, 8)}
+_WEIGHT_GRADIENT = {
+    300: GroupedConfig(64, 256, 64, 4, 4),
+    1 << 30: GroupedConfig(128, 256, 64, 4, 8, subtiles=2),
+}
 
 
 def tuning(
@@ -33,18 +36,13 @@ def tuning(
     return next(table[limit] for limit in sorted(table) if mean <= limit)
 
 
-def grouped_linear(
-    x: Tensor, weight: Tensor, offsets: Tensor, order: Tensor | None, places: Tensor | None
-) -> Tensor:
+def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor, places: Tensor | None) -> Tensor:
     """y[r] = weight[e] x[r]; arguments and result as in `grouped_linear.py`."""
-    if order is None or places is None:
-        config = tuning(_FORWARD, x.dtype, len(x), len(weight))
-        return grouped_gemm(x, weight, offsets, config)
-    config = tuning(_FORWARD, x.dtype, len(order), len(weight))
-    if config.gather and can_gather(x, config):
-        top_k = max(places.shape[1], 1)
-        return grouped_gemm(x, weight, offsets, config, order=order, top_k=top_k)
-    return grouped_gemm(spread(x, places), weight, offsets, config)
+    # Rows of tokens are copied to their places: a product that reads them where they lie has the
+    # slower loads of the two, by more than the copy costs.
+    rows = x if places is None else spread(x, places)
+    config = tuning(_FORWARD, x.dtype, len(rows), len(weight))
+    return grouped_gemm(rows, weight, offsets, config)
 
 
 def grouped_linear_backward(

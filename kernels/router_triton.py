@@ -20,12 +20,18 @@ from isomodels.kernels.tensor_map_triton import cdiv
 _LEAST = tl.constexpr(-(2**31))  # below the key of every number
 _NAN = tl.constexpr(2**31 - 1)
 
-# Tiles of the logits by rows, up to and including the key.
-_LOGITS = {
+# Tiles of the logits: for few rows; for many by experts, up to and including the key, so that one
+# tile has all of them and the tokens are read once; for a gradient in fp32.
+_FEW = {
     32: Config(16, 64, 256, 5, 4, 1, 1, 1, 0, 1, 1),
     512: Config(64, 32, 128, 6, 4, 0, 1, 1, 0, 1, 1),
-    1 << 30: Config(64, 128, 64, 6, 4, 0, 1, 1, 0, 1, 1),
 }
+_MANY = {
+    64: Config(64, 64, 128, 5, 4, 0, 1, 1, 0, 1, 1),
+    128: Config(64, 128, 128, 4, 4, 0, 2, 1, 0, 1, 1),
+    1 << 30: Config(64, 256, 64, 4, 4, 0, 2, 1, 0, 1, 1),
+}
+_WEIGHT_GRADIENT = Config(128, 128, 64, 4, 8, 0, 2)
 
 
 @triton.jit
@@ -176,10 +182,10 @@ def _route_backward(
 def router_logits(x: Tensor, weight: Tensor) -> Tensor:
     """x [T, H] W^T, W [E, H] -> [T, E] fp32, not rounded."""
     rows, experts = len(x), len(weight)
-    if x.dtype == torch.float32:
-        config = tuning("nt", x, rows, *weight.shape)
-    else:
-        config = next(_LOGITS[limit] for limit in sorted(_LOGITS) if rows <= limit)
+    config = tuning("nt", x, rows, *weight.shape)
+    if x.dtype != torch.float32:
+        table, size = (_FEW, rows) if rows <= max(_FEW) else (_MANY, experts)
+        config = next(table[limit] for limit in sorted(table) if size <= limit)
     # Rows that bulk copies can write
     out = torch.empty(rows, cdiv(experts, 4) * 4, dtype=torch.float32, device=x.device)
     out = gemm(x, weight, config, out_dtype=torch.float32, out=out[:, :experts])
@@ -210,6 +216,8 @@ def logits_backward(
     if needs_weight:
         several = torch.cat(parts, 1)
         config = tuning("tn", x, several.shape[1], hidden, rows)
+        if x.dtype != torch.float32:  # whose result is an fp32 one
+            config = _WEIGHT_GRADIENT
         sums = gemm(several, x, config, out_dtype=torch.float32, a_t=True, b_t=True)
         sums = sums.view(len(parts), experts, hidden)
         total = sums[0]

@@ -72,7 +72,7 @@ def bounds(lengths: list[int]) -> Tensor:
 
 def run_packed(model: torch.nn.Module, ids: Tensor, lengths: list[int] | None = None, **options):
     """Hidden states [T, H] of whole sequences along one axis."""
-    cu_seqlens = bounds(lengths or [len(ids)])
+    cu_seqlens = bounds(lengths or [len(ids)]).to(ids.device)
     return model(ids, Batch.positions(cu_seqlens), Batch.packed(cu_seqlens), **options)
 
 
@@ -82,15 +82,20 @@ class Engine:
     def __init__(self, model: torch.nn.Module, lengths: list[int], block_size: int = 16):
         config = model.config
         heads, dim, dtype = config.num_key_value_heads, config.head_dim, config.torch_dtype
-        self.model = model
+        self.model, self.device = model, next(model.parameters()).device
+        at = {"order": (1, 0, 2, 3), "device": self.device}
         self.pages = [
-            Pages(lengths, heads, dim, block_size, dtype, order=(1, 0, 2, 3))
+            Pages(lengths, heads, dim, block_size, dtype, **at)
             for _ in range(config.num_hidden_layers)
         ]
         self.done = [0] * len(lengths)
 
     def step(self, new: dict[int, Tensor]) -> Tensor:
         """Token ids by sequence -> hidden states of all of them, [T, H]."""
+        return self.model(*self.prepared(new))
+
+    def prepared(self, new: dict[int, Tensor]) -> tuple[Tensor, Tensor, Batch]:
+        """What the model is given in a step: ids, positions and the batch."""
         pages, sequences = self.pages[0], list(new)
         starts = [self.done[i] for i in sequences]
         ends = [self.done[i] + len(new[i]) for i in sequences]
@@ -98,8 +103,8 @@ class Engine:
             self.done[i] = end
         spans = list(zip(sequences, starts, ends, strict=True))
         batch = Batch(
-            cu_seqlens_q=bounds([len(ids) for ids in new.values()]),
-            seq_lens=torch.tensor(ends, dtype=torch.int32),
+            cu_seqlens_q=bounds([len(ids) for ids in new.values()]).to(self.device),
+            seq_lens=torch.tensor(ends, dtype=torch.int32, device=self.device),
             max_seqlen_q=max(len(ids) for ids in new.values()),
             max_seqlen_k=max(ends),
             paged=PagedKV(
@@ -109,4 +114,4 @@ class Engine:
             ),
         )
         positions = torch.cat([torch.arange(start, end) for _, start, end in spans])
-        return self.model(torch.cat(list(new.values())), positions, batch)
+        return torch.cat(list(new.values())), positions.to(self.device), batch

@@ -13,11 +13,11 @@ GroupedConfig, grouped_gemm = gemm_module.GroupedConfig, gemm_module.grouped_gem
 BF16 = torch.bfloat16
 gpu = ON_GPU
 
-# Swapped, in two parts, rows of tokens read where they lie
+# Swapped, in two parts, plain
 CONFIGS = [
-    GroupedConfig(16, 32, 16, 2, 4, 1, gather=1),
+    GroupedConfig(16, 32, 16, 2, 4, 1),
     GroupedConfig(32, 16, 16, 2, 4, subtiles=2),
-    GroupedConfig(64, 32, 32, 2, 4, gather=1),
+    GroupedConfig(64, 32, 32, 2, 4),
 ]
 # (T, k, E, N, K): no multiple of a tile; experts without rows; strides that bulk copies refuse
 SHAPES = [(9, 2, 4, 40, 48), (21, 2, 5, 33, 32), (2, 1, 6, 7, 65)]
@@ -54,9 +54,6 @@ def test_products_and_gradients(shape, config):
     exact = torch.einsum("rnk,rk->rn", of_rows, rows.double())
     bound = unit_error(torch.float32, k + n)
     assert relative_rms(grouped_gemm(rows, weight, offsets, config), exact) < bound
-    if config.gather and gemm_module.can_gather(x, config):
-        y = grouped_gemm(x, weight, offsets, config, order=order, top_k=top_k)
-        assert relative_rms(y, exact) < bound
     grad = hard(len(rows), n, kind="normal", seed=2).to(DEVICE)
     drows = grouped_gemm(grad, weight, offsets, config, b_t=True)
     assert relative_rms(drows, torch.einsum("rnk,rn->rk", of_rows, grad.double())) < bound
@@ -73,10 +70,10 @@ def test_operator_and_its_gradients():
     x, weight = (hard(*s, kind="normal").to(DEVICE) for s in ((tokens, k), (experts, n, k)))
     ids, offsets, order, places = drawn(tokens, top_k, experts)
     rows = x[order.long() // top_k]
-    y = backend.grouped_linear(x, weight, offsets, order, places)
+    y = backend.grouped_linear(x, weight, offsets, places)
     exact = torch.einsum("tsnk,tk->tsn", weight[ids.long()].double(), x.double())
     assert relative_rms(y[places.long()], exact) < unit_error(torch.float32, k)
-    alone = backend.grouped_linear(rows, weight, offsets, None, None)
+    alone = backend.grouped_linear(rows, weight, offsets, None)
     assert relative_rms(alone, y) < unit_error(torch.float32, k)
     grad = hard(len(rows), n, kind="normal", seed=2).to(DEVICE)
     leaves = [x.double().requires_grad_(), weight.double().requires_grad_()]
@@ -170,9 +167,6 @@ def test_tiles_move_no_bit(config):
         rows = x[order.long() // 2]
         expected = expert_by_expert(rows, weight, offsets)
         assert_same_bits(grouped_gemm(rows, weight, offsets, config), expected, f"K = {k}")
-        if gemm_module.can_gather(x, config):
-            y = grouped_gemm(x, weight, offsets, config, order=order, top_k=2)
-            assert_same_bits(y, expected, f"K = {k}, gathered")
 
 
 @gpu

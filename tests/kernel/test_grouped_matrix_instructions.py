@@ -13,7 +13,7 @@ pytestmark = [
     pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed"),
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="compiles nothing"),
 ]
-FORMS = ("rows", "tokens", "input gradient", "weight gradient")
+FORMS = ("rows", "input gradient", "weight gradient")
 
 
 def tiles(form):
@@ -24,7 +24,7 @@ def tiles(form):
 
     tables = {"input gradient": "_INPUT_GRADIENT", "weight gradient": "_WEIGHT_GRADIENT"}
     table = getattr(backend, tables.get(form, "_FORWARD"))
-    return sorted({c for c in table.values() if form != "tokens" or c.gather})
+    return sorted(set(table.values()))
 
 
 def launch(form, config):
@@ -45,14 +45,13 @@ def launch(form, config):
             "offsets_ptr": "*i32",
             **dict.fromkeys("NK", "i32"),
         }
-    transposed, gathers = form == "input gradient", form == "tokens"
-    launcher = gemm._launcher(config, torch.bfloat16, transposed, gathers, 2048 * gathers)
-    return launcher, {
-        "a_ptr" if gathers else "a_desc": "*bf16" if gathers else desc(block_m, block_k),
+    transposed = form == "input gradient"
+    return gemm._launcher(config, torch.bfloat16, transposed), {
+        "a_desc": desc(block_m, block_k),
         "b_desc": desc(1, block_k, block_n) if transposed else desc(1, block_n, block_k),
         "c_desc": desc(1, 1, block_m, columns),
-        **dict.fromkeys(("order_ptr", "tiles_ptr"), "*i32"),
-        **dict.fromkeys(("limit", "N", "steps", "top_k"), "i32"),
+        "tiles_ptr": "*i32",
+        **dict.fromkeys(("limit", "N", "steps"), "i32"),
     }
 
 
@@ -82,8 +81,6 @@ def test_not_one_at_a_time(form, config, tmp_path):
     assembly = tmp_path / "kernel.ptx"
     assembly.write_text(made.asm["ptx"])
     assert "wgmma" in made.asm["ptx"]
-    if form == "tokens":  # else every element would be read on its own
-        assert re.search(r"cp\.async\.c[ag]\.shared\.global.*0x10", made.asm["ptx"])
     command = [get_ptxas(90).path, "-v", "--gpu-name", "sm_90a", str(assembly)]
     done = subprocess.run(
         [*command, "-o", str(tmp_path / "kernel.cubin")], capture_output=True, text=True, check=True
