@@ -17,6 +17,9 @@ have, from the state before the chunk and the rows k, u and G of the open chunk.
 are the whole state: a sequence may be cut at any token. The state after a chunk is made when its
 last row is there, by the same product in every case.
 
+On a GPU the sum over j is cut into blocks of 16 rows, within which (I + A)^-1 is multiplied by the
+right-hand sides: see `gated_delta_chunk_triton.py`.
+
 Mathematics: Yang et al., "Gated Delta Networks" (2024); the chunked form, Yang et al.,
 "Parallelizing Linear Transformers with the Delta Rule" (2024).
 """
@@ -28,7 +31,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isomodels.kernels.cpu_only import refuse_gpu
 from isomodels.kernels.fixed_order import TILE_ROWS, one_thread
 from isomodels.kernels.gated_delta_chunk import CHUNK, State, forget, run_rows
 from isomodels.kernels.schedule import Schedule, declare
@@ -47,21 +49,51 @@ _CONSTANTS: dict[str, int | str] = {
 SCHEDULE = declare(Schedule("gated_delta_rule", "torch", 1, _CONSTANTS))
 PAGED_SCHEDULE = declare(Schedule("paged_gated_delta_rule", "torch", 1, _CONSTANTS))
 
+_TRITON: dict[str, int | str] = {
+    "chunk": CHUNK,
+    "block": 16,
+    "accumulate": "float32, products of matrix units in ascending order of 16 terms",
+    "operands": "model dtype: unit keys and queries, state, u, right-hand sides, masked matrices",
+    "norm": "x / sqrt(sum of squares + 1e-6), sum of neighbours first",
+    "decay_sum": "left to right from the chunk's first row",
+    "rows": "inverse of a block row by row, its sums by neighbours; then blocks in ascending order",
+    "state": "float32, its last bit set where operands are bfloat16",
+    "roundings": 1,
+}
+TRITON_SCHEDULE = declare(Schedule("gated_delta_rule", "triton", 1, _TRITON))
+TRITON_PAGED_SCHEDULE = declare(Schedule("paged_gated_delta_rule", "triton", 1, _TRITON))
+
 Layout = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
 
 def state_layout(
-    num_k_heads: int, num_v_heads: int, key_dim: int, value_dim: int, dtype: torch.dtype
+    num_k_heads: int,
+    num_v_heads: int,
+    key_dim: int,
+    value_dim: int,
+    dtype: torch.dtype,
+    device_type: str = "cpu",
 ) -> Layout:
     """Shape and dtype of each tensor of one sequence's state.
 
     Args:
         num_k_heads, num_v_heads, key_dim, value_dim: heads and their sizes.
         dtype: of the model.
+        device_type: "cpu" or "cuda": each backend keeps what its own steps need.
 
     Returns:
-        The state before the open chunk, then the open chunk's rows: keys, u, decay sums.
+        The state before the open chunk, then the open chunk's rows: keys, u, decay sums. What is in
+        them is for their backend alone: on a GPU a bfloat16 model's state is two halves of 16 bits,
+        keys are normalised, right-hand sides stand for u in the last block of 16 rows, and the
+        inverse of that block follows the decay sums.
     """
+    if device_type == "cuda":
+        return (
+            ((num_v_heads, value_dim, key_dim), torch.float32),
+            ((CHUNK, num_k_heads, key_dim), dtype),
+            ((CHUNK, num_v_heads, value_dim), dtype),
+            ((num_v_heads, CHUNK + 16 * 16), torch.float32),
+        )
     return (
         ((num_v_heads, value_dim, key_dim), torch.float32),
         ((CHUNK, num_k_heads, key_dim), dtype),
@@ -94,7 +126,7 @@ def gated_delta_rule(
     _check(q, k, v, g, beta)
     bounds = cu_seqlens.tolist()
     counts = [end - start for start, end in itertools.pairwise(bounds)]
-    layout = state_layout(k.shape[1], v.shape[1], k.shape[2], v.shape[2], k.dtype)
+    layout = _layout_of(k, v)
     with one_thread():
         fresh = State(*(k.new_zeros(len(counts), *s, dtype=d) for s, d in layout))
         return run_rows(q, k, v, g, beta, bounds[:-1], counts, [0] * len(counts), fresh)
@@ -118,6 +150,7 @@ def paged_gated_delta_rule(
     slots: Tensor,
     cu_seqlens_q: Tensor,
     seq_lens: Tensor,
+    max_seqlen_q: int,
 ) -> Tensor:
     """The gated delta rule on the newest tokens of each sequence, from the state it kept.
 
@@ -129,9 +162,11 @@ def paged_gated_delta_rule(
         slots: [num_seqs] int32, where each sequence's state lies.
         cu_seqlens_q: [num_seqs + 1] int32 bounds of the new tokens in the token axis.
         seq_lens: [num_seqs] int32 lengths including the new tokens.
+        max_seqlen_q: upper bound of the new tokens of a sequence; a launch of decodes that is
+            captured says 1.
 
     Returns:
-        [T, num_v_heads, value_dim] in the dtype of `q`.
+        [T, num_v_heads, value_dim] in the dtype of `q`, zero for tokens of no sequence.
 
     Raises:
         ValueError: naming shapes that do not fit.
@@ -171,8 +206,13 @@ def _check(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> None:
         raise TypeError(f"g and beta must be float32, got {g.dtype} and {beta.dtype}")
 
 
+def _layout_of(k: Tensor, v: Tensor) -> Layout:
+    sizes = k.shape[1], v.shape[1], k.shape[2], v.shape[2]
+    return state_layout(*sizes, k.dtype, k.device.type)
+
+
 def _check_pages(k: Tensor, v: Tensor, pages: Sequence[Tensor]) -> None:
-    layout = state_layout(k.shape[1], v.shape[1], k.shape[2], v.shape[2], k.dtype)
+    layout = _layout_of(k, v)
     for name, page, (shape, dtype) in zip(
         ("boundary", "keys", "updates", "decays"), pages, layout, strict=True
     ):
@@ -182,7 +222,38 @@ def _check_pages(k: Tensor, v: Tensor, pages: Sequence[Tensor]) -> None:
             raise TypeError(f"the state's {name} must be {dtype}, got {page.dtype}")
 
 
-refuse_gpu("gated delta rule models", gated_delta_rule, paged_gated_delta_rule)
+@gated_delta_rule.register_kernel("cuda")
+def _(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor) -> Tensor:
+    from isomodels.kernels import gated_delta_triton
+
+    _check(q, k, v, g, beta)
+    return gated_delta_triton.gated_delta_rule(q, k, v, g, beta, cu_seqlens)
+
+
+@paged_gated_delta_rule.register_kernel("cuda")
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    boundary: Tensor,
+    keys: Tensor,
+    updates: Tensor,
+    decays: Tensor,
+    slots: Tensor,
+    cu_seqlens_q: Tensor,
+    seq_lens: Tensor,
+    max_seqlen_q: int,
+) -> Tensor:
+    from isomodels.kernels import gated_delta_triton
+
+    _check(q, k, v, g, beta)
+    _check_pages(k, v, (boundary, keys, updates, decays))
+    pages = gated_delta_triton.Pages(boundary, keys, updates, decays, slots, seq_lens)
+    return gated_delta_triton.paged_gated_delta_rule(
+        q, k, v, g, beta, pages, cu_seqlens_q, max_seqlen_q
+    )
 
 
 @gated_delta_rule.register_fake
@@ -204,6 +275,7 @@ def _(
     slots: Tensor,
     cu_seqlens_q: Tensor,
     seq_lens: Tensor,
+    max_seqlen_q: int,
 ) -> Tensor:
     return v.new_empty(v.shape)
 

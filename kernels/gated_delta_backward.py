@@ -10,7 +10,6 @@ import itertools
 import torch
 from torch import Tensor
 
-from isomodels.kernels.cpu_only import refuse_gpu
 from isomodels.kernels.gated_delta_chunk import CHUNK, NORM_EPS
 
 
@@ -46,7 +45,19 @@ def gated_delta_rule_backward(
     return gradients  # type: ignore[return-value]
 
 
-refuse_gpu("gated delta rule models", gated_delta_rule_backward)
+@gated_delta_rule_backward.register_kernel("cuda")
+def _(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    cu_seqlens: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    from isomodels.kernels import gated_delta_backward_triton
+
+    return gated_delta_backward_triton.gated_delta_rule_backward(grad, q, k, v, g, beta, cu_seqlens)
 
 
 @gated_delta_rule_backward.register_fake

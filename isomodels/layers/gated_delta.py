@@ -19,7 +19,9 @@ from isomodels.layers.linear import Linear, Placed, RowLinear, parameter
 from isomodels.layers.pinned import PinnedParameters
 
 
-def state_layout(config: HybridConfig, dtype: torch.dtype) -> gated_delta.Layout:
+def state_layout(
+    config: HybridConfig, dtype: torch.dtype, device_type: str = "cpu"
+) -> gated_delta.Layout:
     """Shape and dtype of each tensor of one sequence's state in one layer.
 
     The convolution's window first, then the tensors of `kernels.gated_delta.state_layout`.
@@ -28,7 +30,8 @@ def state_layout(config: HybridConfig, dtype: torch.dtype) -> gated_delta.Layout
     key_dim, value_dim = config.linear_key_head_dim, config.linear_value_head_dim
     channels = 2 * key_heads * key_dim + heads * value_dim
     window = ((config.linear_conv_kernel_dim - 1, channels), dtype)
-    return (window, *gated_delta.state_layout(key_heads, heads, key_dim, value_dim, dtype))
+    sizes = key_heads, heads, key_dim, value_dim
+    return (window, *gated_delta.state_layout(*sizes, dtype, device_type))
 
 
 class ShortConv(nn.Module):
@@ -77,9 +80,8 @@ class DeltaRule(nn.Module):
             return gated_delta_rule(q, k, v, g, beta, batch.cu_seqlens_q)
         _, *state = batch.states.tensors[self.state_index]
         slots = batch.states.slots[self.state_index]
-        return paged_gated_delta_rule(
-            q, k, v, g, beta, *state, slots, batch.cu_seqlens_q, batch.seq_lens
-        )
+        step = slots, batch.cu_seqlens_q, batch.seq_lens, batch.max_seqlen_q
+        return paged_gated_delta_rule(q, k, v, g, beta, *state, *step)
 
 
 class GatedRMSNorm(PinnedParameters):

@@ -15,6 +15,7 @@ from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.layers.mamba.mamba_utils import get_temporal_copy_spec
+from vllm.platforms import current_platform
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -213,7 +214,7 @@ class IsoModelsHybridForCausalLM(IsoModelsForCausalLM):
             CacheLayer(f"{prefix}.{i}.kv_cache", config.num_key_value_heads, config.head_dim, dtype)
             for i in config.layers_of("full_attention")
         ]
-        layout = state_layout(config, dtype)
+        layout = state_layout(config, dtype, current_platform.device_type)
         states = [
             StateLayer(f"{prefix}.{i}.state", layout) for i in config.layers_of("linear_attention")
         ]
@@ -240,7 +241,7 @@ class IsoModelsHybridForCausalLM(IsoModelsForCausalLM):
 
 def _layout(vllm_config: VllmConfig) -> Layout:
     _, config = read_checkpoint_config(vllm_config.model_config)
-    return state_layout(config, vllm_config.model_config.dtype)
+    return state_layout(config, vllm_config.model_config.dtype, current_platform.device_type)
 
 
 def prepare(vllm_config: Any) -> None:

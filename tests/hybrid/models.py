@@ -138,7 +138,7 @@ class Engine:
         self.states = [
             [
                 torch.full((count + 3, *shape), torch.nan, dtype=of, device=self.device)
-                for shape, of in state_layout(config, dtype)
+                for shape, of in state_layout(config, dtype, self.device.type)
             ]
             for _ in config.layers_of("linear_attention")
         ]

@@ -97,6 +97,7 @@ class Pages:
             self.slots[sequences],
             bounds(list(counts.values())),
             torch.tensor([self.done[i] for i in sequences], dtype=torch.int32),
+            max(counts.values()),
         )
 
 
@@ -333,8 +334,8 @@ def test_registration():
     pages = Pages([1], torch.float32)
     for page in pages.tensors:
         page.zero_()
-    length = torch.tensor([20], dtype=torch.int32)
-    args = (*draw(20), *(p.contiguous() for p in pages.tensors), pages.slots, bounds([20]), length)
+    step = pages.slots, bounds([20]), torch.tensor([20], dtype=torch.int32), 20
+    args = (*draw(20), *(p.contiguous() for p in pages.tensors), *step)
     assert_registered(paged_gated_delta_rule, args, trainable=False)
 
 

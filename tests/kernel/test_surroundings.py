@@ -89,7 +89,7 @@ def run_paged_causal_conv() -> Tensor:
 def run_paged_gated_delta_rule() -> Tensor:
     layout = state_layout(2, 4, 16, 16, torch.float32)
     pages = [torch.zeros(2, *shape, device="cpu", dtype=dtype) for shape, dtype in layout]
-    out = paged_gated_delta_rule(*DELTA, *pages, SLOT, INT32, INT32[1:])
+    out = paged_gated_delta_rule(*DELTA, *pages, SLOT, INT32, INT32[1:], 1 << 20)
     return torch.cat([out.flatten(), *(page.flatten() for page in pages)])
 
 
