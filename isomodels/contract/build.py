@@ -14,6 +14,7 @@ from isomodels.contract.document import Contract
 from isomodels.contract.operations import CASES, operations_of
 from isomodels.errors import ContractError, UnsupportedError
 from isomodels.kernels.schedule import SCHEDULES
+from isomodels.layers.parallel import expert_degrees, tensor_degrees
 from isomodels.registry import ArchSpec, load_object
 from isomodels.validate.battery import operators
 from isomodels.validate.device import facts, refuse_device, with_index
@@ -86,6 +87,7 @@ def contract_for(
             "cases": CASES,
             "forms": forms,
             "schedules": schedules_of(forms, where["backend"]),
+            "layouts": _layouts(spec, config),
         },
         deployment={
             "isomodels": __version__,
@@ -94,6 +96,15 @@ def contract_for(
             "host": dict(host or {}),
         },
     )
+
+
+def _layouts(spec: ArchSpec, config: Any) -> dict[str, Any]:
+    """The degrees of parallelism that move no bit; any number of stages and of replicas."""
+    whole = spec.family == "hybrid"  # its recurrent layers are not cut
+    return {
+        "tensor_parallel": [1] if whole else tensor_degrees(config),
+        "expert_parallel": [1] if whole else expert_degrees(config),
+    }
 
 
 def _name(dtype: torch.dtype) -> str:

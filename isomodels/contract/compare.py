@@ -59,13 +59,16 @@ def _walk(left: Any, right: Any, path: str) -> Iterator[tuple[str, str, str]]:
 def require_same(trainer: Contract, engine: Contract) -> None:
     """Go on only if the two sides compute the same model with the same bits.
 
-    Deployments may differ: that is what they are for.
+    Deployments may differ: that is what they are for. But each side's degrees of parallelism must
+    be among those that the policy claims to move no bit.
 
     Raises:
         ContractError: naming what differs, the first values in full.
     """
     found = [d for d in differences(trainer, engine) if d.section != "deployment"]
     if not found:
+        _require_claimed("trainer", trainer)
+        _require_claimed("engine", engine)
         return
     moved = ", ".join(dict.fromkeys(d.section for d in found))
     shown = "; ".join(str(d) for d in found[:_SHOWN])
@@ -75,3 +78,13 @@ def require_same(trainer: Contract, engine: Contract) -> None:
         "Start both from the same checkpoint config with the same isomodels, torch and Triton on "
         "the same kind of device"
     )
+
+
+def _require_claimed(side: str, contract: Contract) -> None:
+    for kind, claimed in contract.numerical_policy["layouts"].items():
+        degree = contract.deployment["host"].get(kind, 1)
+        if degree not in claimed:
+            raise ContractError(
+                f"the {side}'s {kind} of {degree} is not shown to keep the bits: "
+                f"use {', '.join(map(str, claimed))}"
+            )

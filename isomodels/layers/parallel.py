@@ -224,19 +224,29 @@ def check_layout(config: Any, layout: Layout) -> None:
     if ranks > 1 and experts == 1:
         raise UnsupportedError(f"expert parallelism of {ranks}: the model has no experts, use 1")
     if experts % ranks:
-        fitting = [n for n in range(1, experts + 1) if experts % n == 0]
         raise UnsupportedError(
             f"expert parallelism of {ranks} does not divide the {experts} experts: "
-            f"use {_either(fitting)}"
+            f"use {_either(expert_degrees(config))}"
         )
 
 
+def tensor_degrees(config: Any) -> list[int]:
+    """The degrees of tensor parallelism that divide a model."""
+    return [n for n in range(1, LEAVES + 1) if _obstacle(config, n) is None]
+
+
+def expert_degrees(config: Any) -> list[int]:
+    """The degrees of expert parallelism that divide a model's experts."""
+    experts = config.routing.num_experts if config.routing is not None else 1
+    return [n for n in range(1, experts + 1) if experts % n == 0]
+
+
 def _check_tensor(config: Any, ranks: int) -> None:
-    fitting = [n for n in range(1, LEAVES + 1) if _obstacle(config, n) is None]
     obstacle = _obstacle(config, ranks)
     if obstacle is not None:
+        fitting = _either(tensor_degrees(config))
         raise UnsupportedError(
-            f"tensor parallelism of {ranks} does not divide {obstacle}: use {_either(fitting)}"
+            f"tensor parallelism of {ranks} does not divide {obstacle}: use {fitting}"
         )
 
 

@@ -438,6 +438,17 @@ class Trainer:
 
     # Checkpoints
 
+    def weights(self) -> dict[str, Tensor] | None:
+        """The whole model's tensors by their names in the module; None but on the first rank.
+
+        All ranks call it. Where one rank holds the model, these are its own tensors, not copies.
+        """
+        if self.ddp.ddp_config.overlap_param_gather:
+            for one in self.wrapped:
+                one.start_param_sync(force_sync=True)
+        whole = gather_model(self.models)
+        return None if whole is None else dict(whole.state_dict())
+
     def save_hf(self, path: str | Path) -> None:
         """Writes the weights as a Hugging Face checkpoint like the one that was loaded.
 

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from isomodels.contract import Contract
+from isomodels.errors import CheckpointError
 from isomodels.sync.digest import digest
 from isomodels.sync.shared import published
 
@@ -70,10 +71,18 @@ class WeightSender:
         serves nothing more.
 
         Args:
-            tensors: all of the module, by its own names, whole.
+            tensors: all of the module, by its own names, whole; what only a trainer carries (MTP
+                layers) stays here.
             version: name of these weights.
+
+        Raises:
+            CheckpointError: a tensor that the contract names is missing, or the engine refused.
         """
         start = time.perf_counter()
+        names = self.contract.semantic["parameters"]
+        if missing := sorted(names.keys() - tensors.keys()):
+            raise CheckpointError(f"the trainer's weights lack {', '.join(missing[:5])}")
+        tensors = {name: tensors[name] for name in names}
         manifest = {name: digest(tensor) for name, tensor in tensors.items()}
         with published(tensors, self.folder) as path:
             self.client.start_weight_update()

@@ -12,10 +12,12 @@ from isomodels.vllm.versions import CHECKED_VERSIONS, check_vllm
 if TYPE_CHECKING:
     from isomodels.vllm.engine import Engine, Request, Result, Token
     from isomodels.vllm.reload import reload_weights
+    from isomodels.vllm.sync_client import LLMSyncClient
 
 __all__ = [
     "CHECKED_VERSIONS",
     "Engine",
+    "LLMSyncClient",
     "Request",
     "Result",
     "Token",
@@ -32,6 +34,10 @@ def __getattr__(name: str) -> Any:
         from isomodels.vllm import reload
 
         return reload.reload_weights
+    if name == "LLMSyncClient":
+        from isomodels.vllm import sync_client
+
+        return sync_client.LLMSyncClient
     from isomodels.vllm import engine
 
     return getattr(engine, name)

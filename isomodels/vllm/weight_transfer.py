@@ -98,7 +98,7 @@ class IsoModelsWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             )
         own = self._own_tensors()
         with mapped(Path(update_info.path)) as tensors:
-            _check(tensors, own, update_info.digests)
+            check_tensors(tensors, own, update_info.digests)
             self.model.refusal = "a sync of weights was interrupted: start the engine anew"
             with torch.no_grad():
                 for name, tensor in tensors.items():
@@ -132,10 +132,19 @@ class IsoModelsWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         return {**dict(core.named_parameters()), **dict(core.named_buffers())}
 
 
-def _check(
+def check_tensors(
     tensors: Mapping[str, Tensor], own: Mapping[str, Tensor], digests: Mapping[str, str]
 ) -> None:
-    """All names on both sides, shapes, dtypes, and the bits as the trainer had them."""
+    """Check names on both sides, shapes, dtypes, and the bits as the trainer had them.
+
+    Args:
+        tensors: the trainer's.
+        own: the engine's.
+        digests: of the trainer's tensors, as decimals.
+
+    Raises:
+        CheckpointError: naming all that differs.
+    """
     problems = []
     if missing := own.keys() - tensors.keys():
         problems.append(f"missing: {shorten(missing)}")

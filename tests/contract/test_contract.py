@@ -97,6 +97,18 @@ def test_the_refusal_names_what_differs_on_both_sides():
         require_same(contract_of(raw, dtype=torch.bfloat16), contract_of(raw, dtype=torch.float32))
 
 
+def test_a_degree_outside_the_claims_is_refused():
+    raw = tiny("Qwen3ForCausalLM")
+    plain = contract_of(raw)
+    claimed = plain.numerical_policy["layouts"]["tensor_parallel"]
+    for degree in claimed:
+        require_same(contract_of(raw, host={"tensor_parallel": degree}), plain)
+    for sides in ((3, 1), (1, 64)):
+        trainer, engine = (contract_of(raw, host={"tensor_parallel": n}) for n in sides)
+        with pytest.raises(ContractError, match=r"tensor_parallel of (3|64) is not shown"):
+            require_same(trainer, engine)
+
+
 def test_floats_are_bit_patterns():
     close = 0.1 + 0.2
     assert canonical_json({"x": close}) != canonical_json({"x": 0.3})

@@ -14,30 +14,12 @@ from torch import Tensor
 from isomodels.contract import Contract, contract_of
 from isomodels.errors import CheckpointError, ContractError
 from isomodels.sync import WeightSender, digest
-from isomodels.vllm import Engine, Request
+from isomodels.vllm import Engine, LLMSyncClient, Request
+from isomodels.vllm.weight_transfer import IsoModelsWeightTransfer, check_tensors
 from tests.checkpoints import make_qwen3
 from tests.vllm.support import assert_equal_bits, draw, load_core
 
 PROMPTS = [draw(60, 1), draw(33, 2), draw(7, 3)]
-
-
-class Client:
-    """vLLM's four calls on an engine of this process."""
-
-    def __init__(self, engine: Engine):
-        self.llm = engine.llm
-
-    def init_weight_transfer_engine(self, init_info: dict) -> None:
-        self.llm.init_weight_transfer_engine({"init_info": init_info})
-
-    def start_weight_update(self) -> None:
-        self.llm.start_weight_update()
-
-    def update_weights(self, update_info: dict) -> None:
-        self.llm.update_weights({"update_info": update_info})
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self.llm.finish_weight_update(weight_version)
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +56,7 @@ def check(engine: Engine, folder: Path) -> None:
 
 def test_synced_weights_give_the_bits_of_their_own_model(engine: Engine, folders: list[Path]):
     check(engine, folders[0])  # fills the prefix cache
-    sender = WeightSender(Client(engine), contract_of(folders[0]))
+    sender = WeightSender(LLMSyncClient(engine.llm), contract_of(folders[0]))
     where = {n: p.data_ptr() for n, p in engine._model.core.named_parameters()}
     sent = sender.send(weights(folders[1]), "step 1")
     assert {n: p.data_ptr() for n, p in engine._model.core.named_parameters()} == where
@@ -88,14 +70,13 @@ def test_synced_weights_give_the_bits_of_their_own_model(engine: Engine, folders
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        (lambda t: t.pop("model.norm.weight"), "missing: model.norm.weight"),
-        (lambda t: t.update(extra=torch.zeros(3)), "left over: extra"),
+        (lambda t: t.pop("model.norm.weight"), r"lack model\.norm\.weight"),
         (lambda t: t.update({"model.norm.weight": torch.zeros(7)}), "model.norm.weight is"),
         (lambda t: t.update({"model.norm.weight": t["model.norm.weight"].float()}), "float32"),
     ],
 )
 def test_a_refused_sync_keeps_the_old_weights(engine: Engine, folders: list[Path], fault, message):
-    sender = WeightSender(Client(engine), contract_of(folders[0]))
+    sender = WeightSender(LLMSyncClient(engine.llm), contract_of(folders[0]))
     sender.send(weights(folders[0]), "before")
     tensors = weights(folders[1])
     fault(tensors)
@@ -105,12 +86,28 @@ def test_a_refused_sync_keeps_the_old_weights(engine: Engine, folders: list[Path
     check(engine, folders[0])
 
 
+def test_the_names_on_both_sides_must_be_equal():
+    own = {"a": torch.zeros(2), "b": torch.zeros(2)}
+    digests = {name: str(digest(t)) for name, t in own.items()}
+    check_tensors(own, own, digests)
+    with pytest.raises(CheckpointError, match="missing: b"):
+        check_tensors({"a": own["a"]}, own, digests)
+    with pytest.raises(CheckpointError, match="left over: c"):
+        check_tensors({**own, "c": torch.zeros(1)}, own, digests)
+
+
+def test_what_only_a_trainer_carries_stays_there(engine: Engine, folders: list[Path]):
+    sender = WeightSender(LLMSyncClient(engine.llm), contract_of(folders[0]))
+    sender.send({**weights(folders[0]), "model.mtp_layers.0.weight": torch.zeros(3)}, "carried")
+    check(engine, folders[0])
+
+
 def test_damage_on_the_way_is_seen_before_anything_changes(
     engine: Engine, folders: list[Path], monkeypatch: pytest.MonkeyPatch
 ):
     import isomodels.sync.sender as module
 
-    sender = WeightSender(Client(engine), contract_of(folders[0]))
+    sender = WeightSender(LLMSyncClient(engine.llm), contract_of(folders[0]))
     real = module.published
     monkeypatch.setattr(module, "published", lambda t, f: real({**t, **flipped(t)}, f))
 
@@ -133,18 +130,18 @@ def test_contracts_are_compared_first(engine: Engine, folders: list[Path]):
     with pytest.raises(
         ContractError, match=r"schedules\.linear\.constants\.k_partition: 2 against 1"
     ):
-        WeightSender(Client(engine), replace(contract, numerical_policy=policy))
+        WeightSender(LLMSyncClient(engine.llm), replace(contract, numerical_policy=policy))
     raw = json.loads((folders[0] / "config.json").read_text())
     with pytest.raises(ContractError, match=r"semantic.*rms_norm_eps"):
-        WeightSender(Client(engine), contract_of({**raw, "rms_norm_eps": 1e-3}))
-    sender = WeightSender(Client(engine), contract)
+        WeightSender(LLMSyncClient(engine.llm), contract_of({**raw, "rms_norm_eps": 1e-3}))
+    sender = WeightSender(LLMSyncClient(engine.llm), contract)
     sender.contract = replace(contract, numerical_policy=policy)
     with pytest.raises(ContractError, match="another contract"):
         sender.send(weights(folders[0]), "after a change")
 
 
 def test_an_interrupted_copy_stops_serving(engine: Engine, folders: list[Path], monkeypatch):
-    sender = WeightSender(Client(engine), contract_of(folders[0]))
+    sender = WeightSender(LLMSyncClient(engine.llm), contract_of(folders[0]))
     core = engine._model.core
     copied = []
 
@@ -154,8 +151,6 @@ def test_an_interrupted_copy_stops_serving(engine: Engine, folders: list[Path], 
             if len(copied) > len(self) + 3:  # after the checks and three copies
                 raise RuntimeError("the device is lost")
             return super().__getitem__(name)
-
-    from isomodels.vllm.weight_transfer import IsoModelsWeightTransfer
 
     own = Failing({**dict(core.named_parameters()), **dict(core.named_buffers())})
     monkeypatch.setattr(IsoModelsWeightTransfer, "_own_tensors", lambda self: own)
@@ -179,7 +174,7 @@ def test_the_engine_tells_its_contract(engine: Engine, folders: list[Path]):
 
 def test_a_file_that_is_gone_or_cut_is_refused(engine: Engine, folders: list[Path], tmp_path):
     contract = contract_of(folders[0])
-    client = Client(engine)
+    client = LLMSyncClient(engine.llm)
     client.init_weight_transfer_engine({"contract": contract.to_json()})
     tensors = weights(folders[0])
     whole, cut = tmp_path / "whole", tmp_path / "cut"

@@ -1,0 +1,34 @@
+"""The calls of a weight sync on a `vllm.LLM` of this process (`isomodels.sync.SyncClient`).
+
+For a server, vLLM has the same as `HTTPVLLMWeightSyncClient`.
+"""
+
+from typing import Any
+
+
+class LLMSyncClient:
+    """Takes a weight sync into a `vllm.LLM`.
+
+    Args:
+        llm: started with `model_impl="isomodels"` and
+            `weight_transfer_config={"backend": "isomodels"}`.
+    """
+
+    def __init__(self, llm: Any):
+        self.llm = llm
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Compare contracts."""
+        self.llm.init_weight_transfer_engine({"init_info": init_info})
+
+    def start_weight_update(self) -> None:
+        """Begin."""
+        self.llm.start_weight_update()
+
+    def update_weights(self, update_info: Any) -> None:
+        """Change the weights."""
+        self.llm.update_weights({"update_info": update_info})
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """Compare digests, and name the new weights."""
+        self.llm.finish_weight_update(weight_version)
