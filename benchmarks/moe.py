@@ -17,6 +17,7 @@ from benchmarks.harness import Timing, against, against_bandwidth, copies, row, 
 from benchmarks.linear import BF16
 from isomodels.kernels.grouped_linear import grouped_linear, grouped_linear_backward
 from isomodels.kernels.moe_combine import moe_combine
+from isomodels.kernels.moe_combine_triton import spread
 from isomodels.kernels.moe_sort import moe_sort
 from isomodels.kernels.router import route
 from isomodels.kernels.router_logits import router_logits
@@ -161,18 +162,19 @@ def backward() -> Iterator[Timing]:
 
 @row("routing", ROUTING_TEST)
 def routing() -> Iterator[Timing]:
-    """Router, sort and combination of 8,192 tokens; the rows of tokens are read by the products.
+    """Router, sort, rows to their places, and combination.
 
-    Bytes: the tokens and the router's weight in, the experts' outputs in, their sums out.
+    Bytes: the tokens twice and the router's weight in, a row a slot out and in, the sums out.
     """
     tokens = 8192
     for shape in SHAPES:
         slots = tokens * shape.top_k
-        moved = 2 * (2 * tokens + shape.experts + slots) * shape.hidden
+        moved = 2 * (3 * tokens + shape.experts + 2 * slots) * shape.hidden
 
         def call(x: Tensor, gate: Tensor, y: Tensor, shape: Shape = shape) -> Tensor:
             weights, ids = route(router_logits(x, gate), shape.top_k, "softmax", True)
             _, _, places = moe_sort(ids, shape.experts)
+            spread(x, places)
             return moe_combine(y, weights, places)
 
         calls = []
