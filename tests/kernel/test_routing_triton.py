@@ -47,6 +47,11 @@ def test_sort(tokens, top_k, experts):
     assert {t.dtype for t in (offsets, order, places)} == {torch.int32}
 
 
+def test_sort_of_more_blocks_than_are_summed_at_once(monkeypatch):
+    monkeypatch.setattr(sort_kernels, "_BLOCKS", 2)
+    test_sort(150, 4, 8)
+
+
 def test_ids_out_of_range_stay_within_the_places():
     ids = torch.tensor([[-1, 3], [8, 2**31 - 1], [-(2**31), 0]], dtype=torch.int32).to(DEVICE)
     offsets, order, places = sort_kernels.moe_sort(ids, 5)
@@ -100,6 +105,14 @@ def test_route(case):
     again, replayed = router_kernels.route(x, *arguments[:4], bias, 1, 1, ids)
     assert torch.equal(replayed, ids)
     assert_same_bits(again, weights, "weights of a replay")
+
+
+def test_a_group_is_scored_by_its_two_best():
+    x = torch.full((1, 9), -5.0, device=DEVICE)
+    x[0, 0] = 3.0  # the best of all, alone in its group
+    x[0, 3:5] = x[0, 7:9] = 1.0
+    ids = router_kernels.route(x, 4, "sigmoid", True, 1.0, None, 3, 2, None)[1]
+    assert ids.tolist() == [[3, 4, 7, 8]]
 
 
 def test_replayed_ids_out_of_range_are_not_hidden():
