@@ -148,7 +148,7 @@ OPERATIONS: dict[str, Callable[[], Tensor]] = {
     "paged_mla_attention": run_paged_mla_attention,
     "write_latent_cache": run_write_latent_cache,
     "swiglu": lambda: swiglu(X),
-    "sigmoid_gate": lambda: sigmoid_gate(X, X * 2),
+    "sigmoid_gate": lambda: sigmoid_gate(HEADS, HEADS * 2),
     "one_plus": lambda: one_plus(NORM),
     "partial_rope": lambda: partial_rope(HEADS, IDS, rope_table(8, 1e6, 64), NORM[:16], 1e-6),
     "causal_conv": lambda: causal_conv(X, W[:64, :4], INT32),
@@ -307,7 +307,7 @@ def test_operators_under_ahead_of_time_dispatch(name):
             (heads[..., :12], heads[..., 12:], x[:, :16], x[:, 16:20], KV_B, bounds, 0.25),
         ),
         "swiglu": (swiglu, (x,)),
-        "sigmoid_gate": (sigmoid_gate, (x, x.detach() * 2)),
+        "sigmoid_gate": (sigmoid_gate, (heads, heads.detach() * 2)),
         "one_plus": (one_plus, (x,)),
         "partial_rope": (
             partial_rope,
