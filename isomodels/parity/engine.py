@@ -53,7 +53,7 @@ def device_limits(checkpoint: str, device: str, num_blocks: int) -> dict[str, An
     _, config = read_config(checkpoint)
     if isinstance(config, HybridConfig):
         # A page is one of keys or one state: a layer of each group shares its memory.
-        page = page_of(config)[1] * len(config.layers_of("full_attention"))
+        page = page_of(config, device)[1] * len(config.layers_of("full_attention"))
     elif isinstance(config, LatentMoEConfig):
         page = _page(config, config.latent_width)
     else:

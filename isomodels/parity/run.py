@@ -161,7 +161,7 @@ def run_parity(
             f"{workload.max_model_len}, it is {config.max_position_embeddings}"
         )
     if spec.family == "hybrid":
-        workload = with_states(workload, config)
+        workload = with_states(workload, config, device)
     report = Report(
         architecture=spec.architecture,
         checkpoint=str(checkpoint),

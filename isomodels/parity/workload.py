@@ -102,19 +102,19 @@ WORKLOADS = {
 }
 
 
-def page_of(config: HybridConfig) -> tuple[int, int]:
+def page_of(config: HybridConfig, device: str) -> tuple[int, int]:
     """Tokens and bytes of a page of one attention layer: as large as one recurrent state.
 
     As vLLM makes them equal, from `BLOCK_SIZE` on.
     """
     token = 2 * config.num_key_value_heads * config.head_dim * config.torch_dtype.itemsize
-    layout = state_layout(config, config.torch_dtype)
+    layout = state_layout(config, config.torch_dtype, device)
     state = sum(16 * -(-math.prod(shape) * dtype.itemsize // 16) for shape, dtype in layout)
     tokens = BLOCK_SIZE * -(-state // (BLOCK_SIZE * token))
     return tokens, tokens * token
 
 
-def with_states(workload: Workload, config: HybridConfig) -> Workload:
+def with_states(workload: Workload, config: HybridConfig, device: str) -> Workload:
     """The workload for a model with recurrent states.
 
     vLLM then ends each step of a prompt at the edge of a block, so that only prompts within one
@@ -123,13 +123,14 @@ def with_states(workload: Workload, config: HybridConfig) -> Workload:
     Args:
         workload: that of a model without.
         config: of the model.
+        device: "cpu" or "cuda": each keeps states of its own form.
 
     Raises:
         UnsupportedError: if no sequence of the workload would reach its second page.
     """
     counts = [len(config.layers_of(kind)) for kind in ("linear_attention", "full_attention")]
     groups = -(-counts[0] // counts[1])  # of recurrent layers, each with its own blocks
-    page, _ = page_of(config)
+    page, _ = page_of(config, device)
     if page > BLOCK_SIZE:
         if page + _CROWD_TOKENS > workload.max_model_len or page > workload.max_num_batched_tokens:
             raise UnsupportedError(

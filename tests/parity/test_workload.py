@@ -75,11 +75,11 @@ def test_configs_of_real_models(name: str) -> None:
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_pages_as_large_as_a_state(name: str) -> None:
     _, config = read_config(CONFIGS / name)
-    workload = with_states(WORKLOADS["full"], config)
-    page, size = page_of(config)
+    workload = with_states(WORKLOADS["full"], config, "cuda")
+    page, size = page_of(config, "cuda")
     assert workload.page == page
     assert size % page == 0
-    layout = state_layout(config, torch.bfloat16)
+    layout = state_layout(config, torch.bfloat16, "cuda")
     state = sum(math.prod(shape) * dtype.itemsize for shape, dtype in layout)
     assert size - BLOCK_SIZE * size // page < state <= size
     made = list(rounds(PromptSource(Path("nowhere"), 1000, 0), "cuda", workload))
@@ -92,7 +92,7 @@ def test_pages_as_large_as_a_state(name: str) -> None:
     crossing = sum(first <= page < last for first, last in ends)
     assert pages * len(ends) + crossing > workload.num_blocks + 16
     with pytest.raises(UnsupportedError, match="use --workload full"):
-        with_states(WORKLOADS["quick"], config)
+        with_states(WORKLOADS["quick"], config, "cuda")
 
 
 @pytest.mark.parametrize("name", ["qwen3-0.6b", "qwen3-8b", "mimo-7b"])
