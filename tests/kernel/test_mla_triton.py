@@ -31,6 +31,7 @@ TINY = (3, 24, 8, 40, 48)
 LENGTHS = [1, 17, 128, 129, 0, 700, 2048, 2049, 4500]  # around a block, a segment, and several
 ORDERS = [(0, 1, 2, 3), (0, 2, 1, 3), (1, 0, 2, 3)]
 TILES = [
+    {"BLOCK_M": 64, "num_warps": 8, "num_stages": 2},
     {"BLOCK_M": 64, "num_warps": 8, "num_stages": 1, "TMA": False},
     {"BLOCK_M": 32, "num_warps": 8, "num_stages": 1, "TMA": False},
     {"BLOCK_M": 16, "num_warps": 4, "num_stages": 1, "TMA": False},
@@ -274,6 +275,8 @@ def test_one_function(sizes):
     case = Case(LENGTHS if sizes != DEEPSEEK else LENGTHS[:-1], sizes, BF16, "cuda")
     whole = check_packed(case, TILES)
     check_paged(case, whole, TILES, DECODES, decode_rows=40)
+    case.fill(block_size=64)
+    check_paged(case, whole, TILES[:1], [], decode_rows=40)
     product = case.absorbed()
     for config in PRODUCTS:
         assert_same(case.absorbed(config), product, f"product {config}")
@@ -334,12 +337,15 @@ def test_neighbours_of_nan():
     for x in case.tokens:
         x[: rows.start] = torch.nan
         x[rows.stop :] = torch.inf
-    assert_same(case.packed()[0][rows], whole[rows], "among NaN and infinity")
+    for config in [None, *TILES]:
+        out, _ = case.packed(config)
+        assert_same(out[rows], whole[rows], f"among NaN and infinity, {config}")
 
 
 @pytest.mark.gpu
-def test_decode_in_a_graph():
-    case = Case([2600, 700, 40], GLM, BF16, "cuda")
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_decode_in_a_graph(block_size):
+    case = Case([2600, 700, 40], GLM, BF16, "cuda", block_size=block_size)
     whole, _ = operator(case)
     size = 8
     q_nope, q_rope = (

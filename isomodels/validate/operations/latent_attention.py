@@ -125,15 +125,18 @@ class _History:
 def sizes_orders_and_places_of_pages(place: Place) -> None:
     """Where latents lie moves no bit: sizes of pages and their strides, at the sizes of models."""
     lengths = [300, 2500] if place.on_gpu and not place.brief else [5, 130]
-    for sizes in (_GLM, _DEEPSEEK) if place.on_gpu else (_SMALL,):
-        for block_size in (16, 64) if place.interpreted else (16, 48, 64, 128):
-            for order in (1,) if place.interpreted else range(len(ORDERS)):
-                one = _History(place, lengths, sizes, block_size, order)
-                whole = one.packed()
-                where = f"{list(sizes)}, pages of {block_size}, order {ORDERS[order]}"
-                for what, first in (("prefix hit", lambda n: n // 2), ("decode", lambda n: n - 1)):
-                    out, at = one.step([(s, first(n), n) for s, n in enumerate(lengths)])
-                    place.same(out, whole[at], f"{where}: {what}")
+    # Each size of page is compiled anew on a GPU.
+    shapes = [(_GLM, 16), (_GLM, 64), (_DEEPSEEK, 64)]
+    if not place.on_gpu:
+        shapes = [(_SMALL, size) for size in ((16, 64) if place.interpreted else (16, 48, 64, 128))]
+    for sizes, block_size in shapes:
+        for order in (1,) if place.interpreted else range(len(ORDERS)):
+            one = _History(place, lengths, sizes, block_size, order)
+            whole = one.packed()
+            where = f"{list(sizes)}, pages of {block_size}, order {ORDERS[order]}"
+            for what, first in (("prefix hit", lambda n: n // 2), ("decode", lambda n: n - 1)):
+                out, at = one.step([(s, first(n), n) for s, n in enumerate(lengths)])
+                place.same(out, whole[at], f"{where}: {what}")
 
 
 @_steps.check("segments")
