@@ -3,11 +3,18 @@
 PYTEST ?=
 STAMP := .venv/.isomodels-stamp
 
-.PHONY: demo test setup lint clean
+.PHONY: demo demo-rl test setup lint clean
 
 demo: $(STAMP)
 	.venv/bin/isomodels parity --checkpoint tests/data/tiny-qwen3 --dtype float32
 	.venv/bin/isomodels parity --checkpoint tests/data/tiny-qwen3 --dtype bfloat16
+
+# 20 steps of GRPO by isomodels, 20 by the stock pair from the same model, and their picture.
+demo-rl: $(STAMP)
+	.venv/bin/python -m pip install -qq --no-deps -r requirements/examples.txt
+	.venv/bin/python examples/grpo/grpo.py build/demo-rl
+	.venv/bin/python examples/grpo/stock.py build/demo-rl-stock --checkpoint build/demo-rl/base
+	.venv/bin/python examples/grpo/plot.py build/demo-rl.png isomodels=build/demo-rl stock=build/demo-rl-stock
 
 test: lint
 	.venv/bin/python -m pytest -q $(PYTEST)
