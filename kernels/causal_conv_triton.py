@@ -18,11 +18,10 @@ from torch import Tensor
 
 from isomodels.kernels.common_triton import log2_ceil, rows_of, sum_rows
 
-_GROUP = 4  # tokens whose inputs are loaded together
-# tokens of a run, channels, warps
-_RUN, _CHANNELS, _WARPS = 64, 512, 4
+# tokens of a run, those whose inputs are loaded together, channels, warps
+_RUN, _GROUP, _CHANNELS, _WARPS = 64, 8, 512, 4
 _EDGE_CHANNELS = 512
-_BACKWARD_RUN, _BACKWARD_CHANNELS, _BACKWARD_WARPS = 128, 512, 4
+_BACKWARD_RUN, _BACKWARD_GROUP, _BACKWARD_CHANNELS, _BACKWARD_WARPS = 128, 4, 512, 4
 
 
 @triton.jit
@@ -96,7 +95,13 @@ def _body(
     taps = _taps(weight_ptr, channel, channel < CHANNELS, WIDTH, POWER)
     start, end = _sequence_of(begin, cu_ptr, num_seqs, steps)
     inputs = _last_inputs(x_ptr, begin, start, stride, channel, CHANNELS, WIDTH)
-    for turn in range(tl.cdiv(tl.minimum(RUN, tokens - begin), GROUP)):
+    turns = tl.cdiv(tl.minimum(RUN, tokens - begin), GROUP)
+    if PAGED:  # a run of decodes has nothing to walk for
+        run = begin + tl.arange(0, RUN)
+        begun, _ = _sequence_of(run, cu_ptr, num_seqs, steps)
+        needed = (run < tokens) & ((run - begun >= WIDTH - 1) | (run >= last))
+        turns *= tl.max(needed.to(tl.int32), axis=0)
+    for turn in range(turns):
         group = begin + turn * GROUP
         for i in tl.static_range(GROUP):
             inputs = inputs + (_row(x_ptr, group + i, stride, channel, group + i < last, CHANNELS),)
@@ -325,7 +330,8 @@ def causal_conv_backward(
         grad, x, weight.contiguous(), cu_seqlens.contiguous(), dx, partial, tokens, num_seqs,
         log2_ceil(num_seqs), grad.stride(0), x.stride(0),
         CHANNELS=channels, WIDTH=width, POWER=2 ** log2_ceil(width),
-        RUN=_BACKWARD_RUN, GROUP=_GROUP, COLUMNS=_BACKWARD_CHANNELS, num_warps=_BACKWARD_WARPS,
+        RUN=_BACKWARD_RUN, GROUP=_BACKWARD_GROUP, COLUMNS=_BACKWARD_CHANNELS,
+        num_warps=_BACKWARD_WARPS,
     )  # fmt: skip
     (dweight,) = sum_rows(partial, runs, [weight.dtype])
     return dx, dweight.view(channels, width)

@@ -14,7 +14,7 @@ from isomodels.kernels.rms_norm_triton import inverse_rms
 
 _ROWS, _WARPS = 16, 4
 # rows, warps, programs a multiprocessor, loads ahead
-_BACKWARD_ROWS, _BACKWARD_WARPS, _BACKWARD_PROGRAMS, _AHEAD = 16, 4, 4, 1
+_BACKWARD_ROWS, _BACKWARD_WARPS, _BACKWARD_PROGRAMS, _AHEAD = 32, 8, 2, 1
 
 
 @triton.jit(do_not_specialize=["tokens"])

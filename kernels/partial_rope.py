@@ -29,7 +29,7 @@ TRITON_SCHEDULE = declare(
         version=1,
         constants={
             "order": "half-split, products and sums rounded apart",
-            "norm_sum": "neighbours first, zero-padded to a power of two",
+            "norm_sum": "squares of a pair, then neighbours; the channels not rotated last",
             "inverse": "1 / sqrt, each rounded to nearest",
             "roundings": 1,
         },

@@ -14,7 +14,47 @@ from isomodels.kernels.rms_norm_triton import inverse_rms
 
 _ROWS, _WARPS = 4, 4
 # rows, warps, programs a multiprocessor
-_BACKWARD_ROWS, _BACKWARD_WARPS, _BACKWARD_PROGRAMS = 4, 4, 6
+_BACKWARD_ROWS, _BACKWARD_WARPS, _BACKWARD_PROGRAMS = 8, 4, 4
+
+
+@triton.jit
+def _pair_angles(table_ptr, position_ptr, token, real, columns, mask, H: tl.constexpr):
+    position = tl.load(position_ptr + token, mask=real, other=0)
+    at = table_ptr + position[:, None] * (2 * H) + columns
+    return tl.load(at, mask=mask, other=0.0), tl.load(at + H, mask=mask, other=0.0)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _forward(
+    x_ptr, position_ptr, table_ptr, weight_ptr, y_ptr, tokens, stride_t, stride_h, eps,
+    HEADS: tl.constexpr, D: tl.constexpr, H: tl.constexpr, LOG2: tl.constexpr,
+    REST: tl.constexpr, REST_LOG2: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """A head is [first H | second H | REST]: the pairs to rotate, and what carries no position."""
+    token, head, real = heads_of(tl.program_id(0), tokens, HEADS, ROWS)
+    columns = tl.arange(0, 2**LOG2)[None, :]
+    mask = real[:, None] & (columns < H)
+    x_at = x_ptr + places(token, head, stride_t, stride_h)
+    first = tl.load(x_at + columns, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(x_at + H + columns, mask=mask, other=0.0).to(tl.float32)
+    squares = pairwise_sum(first * first + second * second, ROWS, LOG2)
+    others = 2 * H + tl.arange(0, 2**REST_LOG2)[None, :]
+    kept = real[:, None] & (others < D)
+    if REST > 0:
+        rest = tl.load(x_at + others, mask=kept, other=0.0).to(tl.float32)
+        squares += pairwise_sum(rest * rest, ROWS, REST_LOG2)
+    scale = inverse_rms(squares, D, eps)[:, None]
+    left = tl.load(weight_ptr + columns, mask=columns < H, other=0.0).to(tl.float32)
+    right = tl.load(weight_ptr + H + columns, mask=columns < H, other=0.0).to(tl.float32)
+    first, second = first * scale * left, second * scale * right
+    cos, sin = _pair_angles(table_ptr, position_ptr, token, real, columns, mask, H)
+    element = y_ptr.dtype.element_ty
+    y_at = y_ptr + places(token, head, HEADS * D, D)
+    tl.store(y_at + columns, (first * cos - second * sin).to(element), mask=mask)
+    tl.store(y_at + H + columns, (second * cos + first * sin).to(element), mask=mask)
+    if REST > 0:
+        weight = tl.load(weight_ptr + others, mask=others < D, other=0.0).to(tl.float32)
+        tl.store(y_at + others, (rest * scale * weight).to(element), mask=kept)
 
 
 @triton.jit
@@ -37,27 +77,6 @@ def _angles(table_ptr, position_ptr, token, real, column, H: tl.constexpr):
     cos = tl.where(column < H, left, right)
     left, right = tl.load(at + H, mask=first, other=0.0), tl.load(at, mask=second, other=0.0)
     return cos, tl.where(column < H, -left, right)
-
-
-@triton.jit(do_not_specialize=["tokens"])
-def _forward(
-    x_ptr, position_ptr, table_ptr, weight_ptr, y_ptr, tokens, stride_t, stride_h, eps,
-    HEADS: tl.constexpr, D: tl.constexpr, LOG2: tl.constexpr, H: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """A head is [first H | second H | what carries no position]."""
-    token, head, real = heads_of(tl.program_id(0), tokens, HEADS, ROWS)
-    column = tl.arange(0, 2**LOG2)[None, :]
-    mask = real[:, None] & (column < D)
-    at = places(token, head, stride_t, stride_h) + column
-    x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    scale = inverse_rms(pairwise_sum(x * x, ROWS, LOG2), D, eps)[:, None]
-    weight = tl.load(weight_ptr + column, mask=column < D, other=0.0).to(tl.float32)
-    partner = _partners(x_ptr, at, column, real[:, None], H)
-    partner = partner * scale * _partners(weight_ptr, column, column, column < D, H)
-    cos, sin = _angles(table_ptr, position_ptr, token, real, column, H)
-    y = x * scale * weight * cos + partner * sin
-    at = y_ptr + places(token, head, HEADS * D, D) + column
-    tl.store(at, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -98,12 +117,14 @@ def partial_rope(
     """x [T, heads, D], a view of any strides -> [T, heads, D], contiguous."""
     x = dense_heads(x)
     tokens, heads, d = x.shape
+    half = table.shape[1] // 2
     y = torch.empty(tokens, heads, d, dtype=x.dtype, device=x.device)
     if y.numel():
         _forward[(triton.cdiv(tokens * heads, _ROWS),)](
             x, positions.contiguous(), table.contiguous(), norm_weight.contiguous(), y, tokens,
             *x.stride()[:2], eps,
-            HEADS=heads, D=d, LOG2=log2_ceil(d), H=table.shape[1] // 2, ROWS=_ROWS,
+            HEADS=heads, D=d, H=half, LOG2=log2_ceil(half), REST=d - 2 * half,
+            REST_LOG2=log2_ceil(d - 2 * half), ROWS=_ROWS,
             num_warps=_WARPS, enable_fp_fusion=False,
         )  # fmt: skip
     return y

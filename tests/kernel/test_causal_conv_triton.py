@@ -97,7 +97,7 @@ def test_tiles_move_no_bit(monkeypatch):
     x, weight = draw(8192, 4, 700, torch.bfloat16)
     cu, lengths, slots = on([0, 1, 1, 300, 301, 700]), on([1, 0, 299, 1, 399]), on([4, 0, 3, 2, 1])
     whole = ours.causal_conv(x, weight, cu)
-    for run, columns, edges, warps in [(4, 1024, 256, 4), (32, 128, 512, 8), (256, 512, 2048, 2)]:
+    for run, columns, edges, warps in [(8, 1024, 256, 4), (32, 128, 512, 8), (256, 512, 2048, 2)]:
         monkeypatch.setattr(ours, "_RUN", run)
         monkeypatch.setattr(ours, "_CHANNELS", columns)
         monkeypatch.setattr(ours, "_EDGE_CHANNELS", edges)
