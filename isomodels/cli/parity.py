@@ -63,6 +63,16 @@ def parity(
         int | None,
         typer.Option(min=16, help="Rows of an engine's step [default: 128 or 2048]."),
     ] = None,
+    trainer_layout: Annotated[
+        str,
+        typer.Option(
+            help="How the trainer's ranks, a process each, share the model: any of tpN (tensor), "
+            "sp (sequence), ppN (pipeline), vppN (virtual stages), epN (expert), dpN (data)."
+        ),
+    ] = "tp1",
+    engine_layout: Annotated[
+        str, typer.Option(help="The same of the engine's workers: tpN, or tpN,epN.")
+    ] = "tp1",
     stock: Annotated[
         bool, typer.Option(help="Also compare vLLM's and transformers' own models.")
     ] = True,
@@ -79,9 +89,10 @@ def parity(
 
     vLLM's model runner is chosen as vLLM chooses it: VLLM_USE_V2_MODEL_RUNNER=0 or 1.
 
-    Example: isomodels parity --arch MiMoForCausalLM --dtype float32
+    Example: isomodels parity --arch MiMoForCausalLM --trainer-layout tp2,sp,pp2
     """
     from isomodels.config import DTYPES
+    from isomodels.megatron.layout import Degrees
     from isomodels.parity.remote import ProcessError
     from isomodels.parity.report import as_json, print_report
     from isomodels.parity.run import check_device, run_parity
@@ -97,6 +108,7 @@ def parity(
     sizes = WORKLOADS[workload]
     if max_num_batched_tokens is not None:
         sizes = replace(sizes, max_num_batched_tokens=max_num_batched_tokens)
+    of_trainer, of_engine = Degrees.parse(trainer_layout), Degrees.parse(engine_layout)
     check_device(device)
     check_writable(json_file)
     # Ending by a signal, too, must end the processes below and remove what they left.
@@ -117,7 +129,14 @@ def parity(
 
         try:
             report = run_parity(
-                chosen, device=device, seed=seed, workload=sizes, stock=stock, say=say
+                chosen,
+                device=device,
+                seed=seed,
+                workload=sizes,
+                stock=stock,
+                say=say,
+                trainer_layout=of_trainer,
+                engine_layout=of_engine,
             )
         except IsoError:
             raise

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from isomodels.errors import UnsupportedError
 from isomodels.kernels.embedding import embedding
 from isomodels.kernels.linear import linear
-from isomodels.kernels.logprob import lm_head, log_normalize, logprobs, token_logprobs
+from isomodels.kernels.logprob import lm_head, log_normalize, logprobs
+from isomodels.kernels.logprob_kept import target_logprobs
 from isomodels.kernels.row_linear import LEAVES, row_linear
 from isomodels.kernels.vocab_parallel import VocabShard
 from isomodels.layers.collectives import (
@@ -126,7 +127,8 @@ class Embedding(nn.Module):
         owner = self.vocab.owner(input_ids)
         own = input_ids - self.vocab.first
         # an id outside the vocabulary is no rank's: every rank asks for it, and refuses it
-        elsewhere = (owner != self.parallel.rank) & (owner >= 0) & (owner < self.parallel.size)
+        inside = (input_ids >= 0) & (input_ids < self.vocab.vocab_size)
+        elsewhere = inside & (owner != self.parallel.rank)
         rows = embedding(own.masked_fill(elsewhere, 0), self.weight)
         return select_rows(rows, owner, self.parallel)
 
@@ -175,7 +177,7 @@ class LMHead(nn.Module):
             return lm_head(hidden, weight)
         if targets is None:
             return logprobs(hidden, weight, temperature)
-        return token_logprobs(hidden, weight, targets, temperature)[0]
+        return target_logprobs(hidden, weight, targets, temperature)
 
     def _parallel(
         self, hidden: Tensor, weight: Tensor, targets: Tensor | None, temperature: float | None

@@ -5,12 +5,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor, nn
 
 from isomodels.layers.parallel import shards
+from isomodels.layers.routes import Routes, routers
 from isomodels.megatron.packing import Pack
 
 # What each layer of this rank gave, run by run: (output, residual stream).
@@ -52,6 +55,29 @@ def from_last_stage(rows: list[Tensor], packs: list[Pack]) -> list[Tensor]:
     group = parallel_state.get_pipeline_model_parallel_group()
     dist.broadcast(flat, source, group=group)
     return list(flat.split(sizes))
+
+
+def routes_by_layer(
+    models: Sequence[Any], recorded: Sequence[Routes]
+) -> list[npt.NDArray[np.int32]]:
+    """Routes [tokens, k] of each layer with experts of the whole model, on every stage.
+
+    Args:
+        models: the `IsoLanguageModel`s of this rank.
+        recorded: what `record_routes` kept of each.
+    """
+    own: dict[int, npt.NDArray[np.int32]] = {}
+    for model, routes in zip(models, recorded, strict=True):
+        if found := routers(model.core):
+            ids = routes.take().cpu().numpy()
+            own |= {router.layer_id: ids[:, i] for i, router in enumerate(found)}
+    stages: list[Any] = [own]
+    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+        group = parallel_state.get_pipeline_model_parallel_group()
+        stages = [None] * group.size()
+        dist.all_gather_object(stages, own, group=group)
+    whole = {layer: ids for stage in stages for layer, ids in stage.items()}
+    return [whole[layer] for layer in sorted(whole)]
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -19,6 +21,7 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 from isomodels.checkpoint import save_checkpoint
 from isomodels.config import read_config
 from isomodels.errors import HostError
+from isomodels.layers.routes import Routes
 from isomodels.megatron import resume
 from isomodels.megatron.layout import Degrees
 from isomodels.megatron.packing import Pack, pack
@@ -28,6 +31,7 @@ from isomodels.megatron.stages import (
     from_last_stage,
     gather_model,
     record_layers,
+    routes_by_layer,
     unwrap,
 )
 from isomodels.trace import trace_rows
@@ -293,6 +297,27 @@ class Trainer:
         finally:
             self._drop_gradients()
         return _unpack(packs, rows)
+
+    def split_routes(
+        self, recorded: Sequence[Routes], sequences: Sequence[Sequence[int]]
+    ) -> list[npt.NDArray[np.int32]]:
+        """Routes of a forward pass, sequence by sequence.
+
+        Args:
+            recorded: what `record_routes` kept of each of `models`.
+            sequences: those that were run.
+
+        Returns:
+            For each sequence of n tokens, [n, layers with experts, k] of the whole model.
+        """
+        packs = self._pack(sequences)
+        layers = routes_by_layer(self.models, recorded)  # [tokens of all microbatches, k] each
+        rows, first = [], 0
+        for one in packs:
+            rows += [range(first + start, first + end) for start, end in one.bounds]
+            first += one.input_ids.numel()
+        whole = np.stack(layers, 1)
+        return [np.ascontiguousarray(whole[list(kept)]) for kept in rows]
 
     @contextmanager
     def without_recompute(self) -> Iterator[None]:

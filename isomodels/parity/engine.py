@@ -6,6 +6,7 @@ from typing import Any
 from isomodels.config import read_config
 from isomodels.layers.hybrid_config import HybridConfig
 from isomodels.layers.mla_config import LatentMoEConfig
+from isomodels.megatron.layout import Degrees
 from isomodels.parity.workload import BLOCK_SIZE, Workload, page_of
 from isomodels.vllm.engine import Engine, Request, Result, Step
 
@@ -13,10 +14,21 @@ from isomodels.vllm.engine import Engine, Request, Result, Step
 class ParityEngine:
     """A vLLM engine with limits that make it chunk, cache and preempt."""
 
-    def __init__(self, checkpoint: str, dtype: str, seed: int, device: str, workload: Workload):
+    def __init__(
+        self,
+        checkpoint: str,
+        dtype: str,
+        seed: int,
+        device: str,
+        workload: Workload,
+        layout: str = "tp1",
+    ):
+        degrees = Degrees.parse(layout)
         limits = {
             **workload.engine_limits(),
             **device_limits(checkpoint, device, workload.num_blocks),
+            "tensor_parallel_size": degrees.tp,
+            "enable_expert_parallel": degrees.ep > 1,
         }
         self.engine = Engine(checkpoint, dtype=dtype, seed=seed, record_routes=True, **limits)
 

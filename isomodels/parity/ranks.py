@@ -13,15 +13,6 @@ from isomodels.parity.remote import ProcessError, Remote
 
 _POLL_SECONDS = 0.002
 _GRACE_SECONDS = 2.0  # in which the ranks that a dead one leaves behind tell what they saw
-# What ranks of a trainer import, once for all of them.
-_IMPORTED = (
-    "isomodels.megatron.model",
-    "isomodels.megatron.provider",
-    "isomodels.megatron.trainer",
-    "megatron.core.distributed",
-    "megatron.core.optimizer",
-    "megatron.core.pipeline_parallel",
-)
 
 
 class Ranks:
@@ -50,7 +41,7 @@ class Ranks:
                 name if size == 1 else f"{name}-rank{rank}",
                 factory,
                 environment={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                forked=_IMPORTED,
+                forked=("isomodels.parity.preloaded",) if size > 1 else (),
                 **kwargs,
             )
             for rank in range(size)

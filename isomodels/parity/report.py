@@ -21,6 +21,8 @@ def as_json(report: Report) -> dict[str, Any]:
         "device": report.device,
         "device_name": report.device_name,
         "vllm_model_runner": report.model_runner,
+        "trainer_layout": report.trainer_layout,
+        "engine_layout": report.engine_layout,
         "seed": report.seed,
         "workload": {k: v for k, v in asdict(report.workload).items() if isinstance(v, int)},
         "versions": report.versions,
@@ -93,8 +95,8 @@ def print_report(report: Report, console: Console) -> None:
 def _table(report: Report) -> Table:
     table = Table(
         title=f"{report.architecture}, {report.num_layers} layers, {report.dtype}, "
-        f"{report.device}: logprobs of vLLM ({report.model_runner} runner) and Megatron by bit "
-        "pattern, before and after a weight update",
+        f"{report.device}: logprobs of vLLM ({report.model_runner} runner{_layout(report, True)}) "
+        f"and Megatron{_layout(report, False)} by bit pattern, before and after a weight update",
         title_justify="left",
     )
     table.add_column("case", no_wrap=True)
@@ -116,6 +118,13 @@ def _table(report: Report) -> Table:
         f"{total.max_abs:g}",
     )
     return table
+
+
+def _layout(report: Report, engine: bool) -> str:
+    """Of either side, where there is any parallelism."""
+    if report.trainer_layout == report.engine_layout == "tp1":
+        return ""
+    return f", {report.engine_layout}" if engine else f" ({report.trainer_layout})"
 
 
 def _row(case: str, tallies: list[Tally]) -> list[str]:
@@ -146,6 +155,8 @@ def _print_verdict(report: Report, console: Console) -> None:
             f"First operation that differs: [bold]{report.place.operation}[/bold] "
             f"({report.place.traced[0]})."
             if report.place.operation
+            else "Its operation is told only where neither side has a parallel layout."
+            if not report.place.traced
             else f"The same tokens traced by {' and '.join(report.place.traced)} agree with the "
             "trainer in every operation.",
             highlight=False,

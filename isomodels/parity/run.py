@@ -15,6 +15,7 @@ import torch
 
 from isomodels.config import read_config
 from isomodels.errors import UnsupportedError
+from isomodels.megatron.layout import Degrees
 from isomodels.parity.cases import (
     MIN_COMPARED,
     Comparison,
@@ -26,6 +27,7 @@ from isomodels.parity.cases import (
     different_bits,
     sequence,
 )
+from isomodels.parity.ranks import Ranks
 from isomodels.parity.remote import ProcessError, Remote
 from isomodels.parity.stock import StockDifference, what_stock_lacks
 from isomodels.parity.workload import WORKLOADS, PromptSource, Workload, rounds, with_states
@@ -71,6 +73,8 @@ class Report:
     seed: int
     workload: Workload
     versions: dict[str, str]
+    trainer_layout: str = "tp1"
+    engine_layout: str = "tp1"
     has_experts: bool = False
     device_name: str = ""
     model_runner: str = ""
@@ -135,6 +139,8 @@ def run_parity(
     stock: bool = True,
     say: Say = lambda _: None,
     engine_checkpoint: Path | None = None,
+    trainer_layout: Degrees = Degrees(),
+    engine_layout: Degrees = Degrees(),
 ) -> Report:
     """Compare the real engine and the real trainer on one checkpoint.
 
@@ -146,6 +152,8 @@ def run_parity(
         stock: also compare what the two sides give without isomodels.
         say: told what is going on.
         engine_checkpoint: other weights for the engine at its start, to see a fault found.
+        trainer_layout: how the trainer's ranks share the model; each is a process.
+        engine_layout: the same of the engine's workers.
 
     Returns:
         The report; `report.faults()` is empty if every case was entered and nothing differs.
@@ -154,6 +162,7 @@ def run_parity(
         IsoError: for a checkpoint, device or host that cannot be used.
     """
     check_device(device)
+    check_engine_layout(engine_layout)
     spec, config = read_config(checkpoint)
     if config.max_position_embeddings < workload.max_model_len:
         raise UnsupportedError(
@@ -173,6 +182,8 @@ def run_parity(
         seed=seed,
         workload=workload,
         versions=_versions(),
+        trainer_layout=str(trainer_layout),
+        engine_layout=str(engine_layout),
         stock_needs=what_stock_lacks(spec, config, device) if stock else None,
     )
     stock = stock and report.stock_needs is None
@@ -188,12 +199,15 @@ def run_parity(
                 seed=seed,
                 device=device,
                 workload=workload,
+                layout=report.engine_layout,
             )
         )
         trainer = stack.enter_context(
-            Remote(
+            Ranks(
                 "trainer",
                 "isomodels.parity.trainer:ParityTrainer",
+                trainer_layout.ranks,
+                layout=report.trainer_layout,
                 checkpoint=str(checkpoint),
                 dtype=config.dtype,
                 seed=seed,
@@ -246,8 +260,18 @@ def check_device(device: str) -> None:
         )
 
 
+def check_engine_layout(layout: Degrees) -> None:
+    """Refuse what an engine does not do: it has tensor parallelism, over which experts are shared.
+
+    Raises:
+        UnsupportedError: one sentence.
+    """
+    if layout.sp or layout.ep not in (1, layout.tp) or layout.pp * layout.vpp * layout.dp > 1:
+        raise UnsupportedError(f"engine layout {layout}: an engine takes tpN, or tpN,epN")
+
+
 def _phase(
-    report: Report, phase: str, engine: Remote, trainer: Remote, source: PromptSource, say: Say
+    report: Report, phase: str, engine: Remote, trainer: Ranks, source: PromptSource, say: Say
 ) -> tuple[list[tuple[int, ...]], list[Logprobs]]:
     """All rounds on the current weights; the sequences and the trainer's logprobs of them."""
     results, steps = [], []
@@ -276,12 +300,16 @@ def _phase(
         sequences += ours
         forward += trained["forward"]
     if comparison.first is not None and report.place is None:
+        if (report.trainer_layout, report.engine_layout) != ("tp1", "tp1"):
+            # ranks hold parts of most operations' outputs, which no trace compares
+            report.place = Place(phase, comparison.first, None, ())
+            return sequences, forward
         say("a logprob differs: looking for the first operation")
         report.place = _locate(phase, comparison.first, engine, trainer)
     return sequences, forward
 
 
-def _locate(phase: str, difference: Difference, engine: Remote, trainer: Remote) -> Place:
+def _locate(phase: str, difference: Difference, engine: Remote, trainer: Ranks) -> Place:
     """The first operation whose output differs at the token, by prefill and then by decode."""
     history = difference.token_ids[: difference.position]  # the token itself is only a target
     theirs = trainer.call("trace", history)

@@ -1,6 +1,7 @@
 """The trainer's side of parity, run in a process of its own."""
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 import numpy as np
 import numpy.typing as npt
@@ -9,6 +10,7 @@ import torch
 from isomodels.batch import Batch
 from isomodels.config import DTYPES
 from isomodels.layers.routes import record_routes
+from isomodels.megatron.layout import Degrees
 from isomodels.megatron.trainer import Trainer
 
 Sequences = Sequence[Sequence[int]]
@@ -19,7 +21,15 @@ Routes = list[npt.NDArray[np.int32]]  # of each sequence, [n, layers with expert
 class ParityTrainer:
     """A Megatron trainer that answers in arrays of the host."""
 
-    def __init__(self, checkpoint: str, dtype: str, seed: int, lr: float, max_tokens: int):
+    def __init__(
+        self,
+        checkpoint: str,
+        dtype: str,
+        seed: int,
+        lr: float,
+        max_tokens: int,
+        layout: str = "tp1",
+    ):
         self.trainer = Trainer(
             checkpoint,
             dtype=DTYPES[dtype],
@@ -27,22 +37,25 @@ class ParityTrainer:
             lr=lr,
             recompute=True,
             max_tokens=max_tokens,
+            layout=Degrees.parse(layout),
         )
 
     def cases(self, sequences: Sequences) -> tuple[dict[str, Logprobs], Routes]:
         """Logprobs of the same tokens in every way a trainer computes them, and their routes.
 
         "forward" is the forward pass of a training step, "score" has no gradients, "recompute" is
-        from layers recomputed in the backward pass, "alone" is the module outside Megatron, each
-        sequence by itself. The routes are those of "forward"; none of a model without experts.
+        from layers recomputed in the backward pass, "alone" is each sequence by itself: by the
+        module outside Megatron, or in a layout of several ranks by its trainer. The routes are
+        those of "forward"; none of a model without experts.
         """
-        core = self.trainer.core
-        with self.trainer.without_recompute(), record_routes(core) as recorded:
-            forward = self.trainer.forward_logprobs(sequences)
+        trainer = self.trainer
+        with ExitStack() as stack:
+            stack.enter_context(trainer.without_recompute())
+            recorded = [stack.enter_context(record_routes(one.core)) for one in trainer.models]
+            forward = trainer.forward_logprobs(sequences)
         routes: Routes = []
-        if core.config.routing is not None:
-            ends = np.cumsum([len(sequence) for sequence in sequences])
-            routes = np.split(recorded.take().cpu().numpy(), ends[:-1])
+        if trainer.core.config.routing is not None:
+            routes = trainer.split_routes(recorded, sequences)
         logprobs = {
             "forward": _arrays(forward),
             "score": self.score(sequences),
@@ -57,6 +70,8 @@ class ParityTrainer:
 
     @torch.no_grad()
     def _alone(self, sequences: Sequences) -> list[torch.Tensor]:
+        if self.trainer.layout.ranks > 1:
+            return [self.trainer.score([sequence])[0] for sequence in sequences]
         core, rows = self.trainer.core, []
         device = core.head_weight.device
         for sequence in sequences:

@@ -9,6 +9,7 @@ from typing import Any
 
 from isomodels.config import read_config
 from isomodels.errors import UnsupportedError
+from isomodels.layers.parallel import ExpertParallel, Layout, TensorParallel, check_layout
 from isomodels.registry import ArchSpec
 from isomodels.validate.device import refuse_capability, refuse_triton, triton_version
 from isomodels.vllm.routes import RECORD_ROUTES
@@ -119,7 +120,6 @@ def _device_refusals(vllm_config: Any) -> tuple[tuple[bool, str], ...]:
 
 def _parallel_refusals(parallel: Any) -> tuple[tuple[bool, str], ...]:
     sizes = {
-        "--tensor-parallel-size": parallel.tensor_parallel_size,
         "--pipeline-parallel-size": parallel.pipeline_parallel_size,
         "--data-parallel-size": parallel.data_parallel_size,
         "--decode-context-parallel-size": parallel.decode_context_parallel_size,
@@ -128,8 +128,8 @@ def _parallel_refusals(parallel: Any) -> tuple[tuple[bool, str], ...]:
     return (
         *((size > 1, f"{name} {size} is not supported: use 1") for name, size in sizes.items()),
         (
-            parallel.enable_expert_parallel,
-            "--enable-expert-parallel is not supported: leave it out",
+            parallel.tensor_parallel_size > 1 and parallel.distributed_executor_backend == "ray",
+            "--distributed-executor-backend ray was not checked: use mp",
         ),
         (parallel.enable_dbo, "--enable-dbo is not supported: leave it out"),
     )
@@ -250,6 +250,7 @@ def _has_logits_processors(model_config: Any) -> bool:
 
 
 def _refuse_mismatch(vllm_config: Any, config: Any) -> None:
+    _check_degrees(vllm_config, config)
     model = vllm_config.model_config
     if model.dtype != config.torch_dtype:
         asked = str(model.dtype).removeprefix("torch.")
@@ -262,6 +263,26 @@ def _refuse_mismatch(vllm_config: Any, config: Any) -> None:
             f"isomodels: --max-model-len {model.max_model_len} exceeds max_position_embeddings "
             f"{config.max_position_embeddings} of the checkpoint: lower it"
         )
+
+
+def _check_degrees(vllm_config: Any, config: Any) -> None:
+    """Refuses tensor and expert parallelism that do not divide the model."""
+    parallel = vllm_config.parallel_config
+    ranks = parallel.tensor_parallel_size
+    if ranks == 1:
+        return
+    spec, _ = read_checkpoint_config(vllm_config.model_config)
+    if spec.family == "hybrid":
+        raise UnsupportedError(
+            f"isomodels: --tensor-parallel-size {ranks} is not supported for "
+            f"{spec.architecture}: use 1"
+        )
+    divided = parallel.enable_expert_parallel and config.routing is not None
+    experts = ExpertParallel(size=ranks if divided else 1)
+    try:
+        check_layout(config, Layout(TensorParallel(size=ranks), experts))
+    except UnsupportedError as error:
+        raise UnsupportedError(f"isomodels: --tensor-parallel-size {ranks}: {error}") from None
 
 
 def check_files(path: Path) -> None:

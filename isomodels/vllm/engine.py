@@ -12,14 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from isomodels.errors import HostError
 from isomodels.trace import trace_rows
+from isomodels.vllm import workers
 from isomodels.vllm.plugin import MODEL_IMPL
 from isomodels.vllm.results import Request, Result, Step, Token
-from isomodels.vllm.routes import RECORD_ROUTES, RouteBuffer, Scheduled, collect, scheduled
+from isomodels.vllm.routes import RECORD_ROUTES, Scheduled, collect, scheduled
 
 __all__ = ["Engine", "Request", "Result", "Step", "Token"]
 
@@ -65,8 +65,12 @@ class Engine:
         from isomodels.vllm.versions import check_vllm
 
         check_vllm()
-        self._environment = [name for name in _ENVIRONMENT if name not in os.environ]
-        os.environ.update({name: _ENVIRONMENT[name] for name in self._environment})
+        wanted = dict(_ENVIRONMENT)
+        if limits.get("tensor_parallel_size", 1) > 1:
+            # else vLLM's CPU workers want cores, and a NUMA node, of their own
+            wanted["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        self._environment = [name for name in wanted if name not in os.environ]
+        os.environ.update({name: wanted[name] for name in self._environment})
         from vllm import LLM
 
         self.steps: list[Step] = []
@@ -88,19 +92,20 @@ class Engine:
         )
         self._engine = self.llm.llm_engine
         self._scheduler = self._engine.engine_core.engine_core.scheduler
-        self._model = self.llm.apply_model(lambda model: model)[0]
-        self._runner = self.llm.collective_rpc(lambda worker: worker.model_runner)[0]
+        self.model_class: str = self.llm.apply_model(workers.model_class)[0]
         self._check_class(model_impl)
-        self._routes: RouteBuffer | None = getattr(self._model, "routes", None)
+        self._keys_layer = self.llm.apply_model(workers.keys_layer)[0]
+        self._records_routes = self.llm.apply_model(workers.records_routes)[0]
         self._scheduled: list[Scheduled] = []
         self._watch_scheduler()
         self._ran = False
-        self._model.register_forward_pre_hook(self._note_forward)
-
-    @property
-    def model_class(self) -> str:
-        """Module and name of the class that vLLM built."""
-        return f"{type(self._model).__module__}.{type(self._model).__qualname__}"
+        # of one worker, which is this process; several are others
+        self._model: Any = None
+        self._runner: Any = None
+        if self._engine.vllm_config.parallel_config.world_size == 1:
+            self._model = self.llm.apply_model(lambda model: model)[0]
+            self._runner = self.llm.collective_rpc(lambda worker: worker.model_runner)[0]
+            self._model.register_forward_pre_hook(self._note_forward)
 
     @property
     def model_runner(self) -> str:
@@ -124,8 +129,7 @@ class Engine:
             vLLM's `VLLMValidationError`: for a request it refuses.
         """
         if seed is not None:
-            torch.manual_seed(seed)
-            np.random.seed(seed)  # the V2 runner draws each request's seed from here
+            self.llm.apply_model(workers.Seed(seed))
         self.steps, self._live = [], {}
         try:
             with contextlib.nullcontext() if graphs else self._without_graphs():
@@ -149,8 +153,10 @@ class Engine:
         Raises:
             ValueError: `decode` and fewer than two tokens.
             HostError: vLLM replayed a CUDA graph, under which no Python runs, although it was
-                told not to.
+                told not to; or the engine has several workers.
         """
+        if self._model is None:
+            raise HostError("an engine of several workers cannot be traced: use one")
         request = Request(tuple(token_ids), temperature=0.0)
         if decode:
             if len(token_ids) < 2:
@@ -293,9 +299,11 @@ class Engine:
         """One step of the engine, and whether it was a replay."""
         number, self._ran, self._scheduled = len(self.steps), False, []
         outputs = self._engine.step()
-        if self._routes is not None and self._scheduled:
-            collect(self._routes, self._scheduled)
-        if len(self.steps) > number and not self._ran:
+        if self._records_routes and self._scheduled:
+            count = sum(len(one.slots) for one in self._scheduled)
+            ids, slots = self.llm.apply_model(workers.TakeRoutes(count))[0]
+            collect(ids, slots, self._scheduled)
+        if len(self.steps) > number and not self._ran and self._model is not None:
             self.steps[number] = replace(self.steps[number], replayed=True)
         return outputs
 
@@ -317,7 +325,7 @@ class Engine:
             if (result := self._live.get(name)) is None:
                 continue
             result.preemptions = request.num_preemptions
-            if self._routes is not None:
+            if self._records_routes:
                 self._scheduled.append(self._slots_of(name, result, history, count))
             if not result.tokens and not request.num_preemptions:
                 if not result.chunks:
@@ -332,7 +340,7 @@ class Engine:
     def _slots_of(self, name: str, result: Result, first: int, count: int) -> Scheduled:
         # The slots that the step knows are those of keys, which a hybrid has beside its states.
         groups = self._scheduler.kv_cache_config.kv_cache_groups
-        keys = self._model.layers[0].name
+        keys = self._keys_layer
         index = next(i for i, group in enumerate(groups) if keys in group.layer_names)
         # Now: a request that ends with this step gives its blocks back in it.
         blocks = self._scheduler.kv_cache_manager.get_block_ids(name)[index]

@@ -27,11 +27,14 @@ class LatentCacheLayer(CacheLayer):
         )
 
 
-def cache_layer(name: str, config: Any, dtype: torch.dtype) -> CacheLayer:
-    """The pages of a layer, by the attention that the config states."""
+def cache_layer(name: str, config: Any, dtype: torch.dtype, ranks: int = 1) -> CacheLayer:
+    """The pages of a layer, by the attention that the config states.
+
+    Of `ranks` of tensor parallelism each has its own key-value heads, and all of the latents.
+    """
     if isinstance(config, LatentMoEConfig):
         return LatentCacheLayer(name, 1, config.latent_width, dtype)
-    return CacheLayer(name, config.num_key_value_heads, config.head_dim, dtype)
+    return CacheLayer(name, max(1, config.num_key_value_heads // ranks), config.head_dim, dtype)
 
 
 def leave_own_mla(vllm_config: Any) -> None:

@@ -13,11 +13,13 @@ from isomodels.batch import Batch
 from isomodels.contract import Contract, contract_for
 from isomodels.contract.operations import operators_of
 from isomodels.errors import CheckpointError
+from isomodels.layers.parallel import Layout
 from isomodels.registry import load_object
 from isomodels.validate import require_validated
 from isomodels.vllm.attention import StepMetadata
 from isomodels.vllm.checks import read_checkpoint_config
 from isomodels.vllm.mla import cache_layer
+from isomodels.vllm.parallel import layout_of
 from isomodels.vllm.routes import RECORD_ROUTES, RouteBuffer
 from isomodels.vllm.versions import vllm_version
 from isomodels.vllm.weights import convert, restore_after_failed_reload
@@ -58,8 +60,10 @@ class IsoModelsForCausalLM(nn.Module):
             operators=operators_of(self.spec, self.config, dtype, "paged"),
             trains=False,
         )
+        self.layout = layout_of(vllm_config)
+        held = {} if self.layout == Layout() else {"layout": self.layout}
         self.core = load_object(self.spec.model)(
-            self.config, dtype=model_config.dtype, device=device
+            self.config, dtype=model_config.dtype, device=device, **held
         ).requires_grad_(False)
         self.layers = self.cache_layers(f"{prefix}.layers".removeprefix("."), model_config.dtype)
         self.routes: RouteBuffer | None = None
@@ -68,6 +72,8 @@ class IsoModelsForCausalLM(nn.Module):
             self.routes = RouteBuffer(self.core, most, vllm_config.device_config.device)
         context = vllm_config.compilation_config.static_forward_context
         context.update({layer.name: layer for layer in self.layers})
+        parallel = vllm_config.parallel_config
+        self.degrees = {"tensor_parallel": parallel.tensor_parallel_size}
         self.refusal: str | None = None  # why nothing may be served, after an interrupted sync
 
     @staticmethod
@@ -79,8 +85,8 @@ class IsoModelsForCausalLM(nn.Module):
 
     def cache_layers(self, prefix: str, dtype: torch.dtype) -> list[Any]:
         """What vLLM allocates memory for: the pages of each decoder layer, those of keys first."""
-        layers = range(self.config.num_hidden_layers)
-        return [cache_layer(f"{prefix}.{i}.kv_cache", self.config, dtype) for i in layers]
+        layers, ranks = range(self.config.num_hidden_layers), self.layout.tensor.size
+        return [cache_layer(f"{prefix}.{i}.kv_cache", self.config, dtype, ranks) for i in layers]
 
     def step(self, metadata: dict[str, Any]) -> StepMetadata:
         """What vLLM's builders made of a step, by layer name -> what the core needs."""
@@ -140,7 +146,7 @@ class IsoModelsForCausalLM(nn.Module):
             self.config,
             parameter.device,
             dtype=self.model_config.dtype,
-            host={"name": "vllm", "version": vllm_version()},
+            host={"name": "vllm", "version": vllm_version(), **self.degrees},
         )
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
@@ -170,11 +176,12 @@ class IsoModelsForCausalLM(nn.Module):
             raise
         self.loaded_from = self.model_config.model
         own = {**dict(self.core.named_parameters()), **dict(self.core.named_buffers())}
-        for name, tensor in tensors.items():
-            parameter = own[name]
-            # vLLM wraps this loader on a reload; a plain copy would write to meta tensors.
-            loader = getattr(parameter, "weight_loader", default_weight_loader)
-            loader(parameter, tensor)
+        for name, whole in tensors.items():
+            for own_name, tensor in self.core.own_tensors(name, whole):
+                parameter = own[own_name]
+                # vLLM wraps this loader on a reload; a plain copy would write to meta tensors.
+                loader = getattr(parameter, "weight_loader", default_weight_loader)
+                loader(parameter, tensor)
         return {f"core.{name}" for name in tensors}
 
     def _packed(self, num_tokens: int) -> Batch:

@@ -3,9 +3,9 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -68,12 +68,15 @@ def scheduled(
     return Scheduled(result, first, slots)
 
 
-def collect(buffer: RouteBuffer, step: Iterable[Scheduled]) -> None:
-    """Give each result the routes of its tokens in the step that has just run."""
-    step = list(step)
-    count = sum(len(one.slots) for one in step)
-    ids = buffer.ids[:count].cpu().numpy()
-    row_of: dict[Any, int] = {slot: i for i, slot in enumerate(buffer.slots[:count].tolist())}
+def collect(ids: npt.NDArray[np.int32], slots: Iterable[int], step: Iterable[Scheduled]) -> None:
+    """Give each result the routes of its tokens in the step that has just run.
+
+    Args:
+        ids: [rows, layers with experts, k], of the step's rows.
+        slots: the cache slot of each row.
+        step: the tokens that were computed.
+    """
+    row_of = {slot: i for i, slot in enumerate(slots)}
     for one in step:
         rows = [row_of[slot] for slot in one.slots]
         one.result.routes.append((one.first, np.ascontiguousarray(ids[rows])))

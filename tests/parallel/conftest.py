@@ -8,6 +8,7 @@ from isomodels.parity.checkpoints import random_checkpoint, tiny_config
 from isomodels.parity.ranks import Ranks
 
 CORE = "tests.parallel.core_rank:CoreRank"
+TRAINER = "tests.parallel.trainer_rank:TrainerRank"
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -23,6 +24,30 @@ def four_ranks() -> Iterator[Ranks]:
     with Ranks("core", CORE, 4) as ranks:
         ranks.results()
         yield ranks
+
+
+@pytest.fixture(scope="session")
+def trainers() -> Iterator[Callable[[int], Ranks]]:
+    """trainers(n) -> n ranks that open trainers, started once."""
+    started: dict[int, Ranks] = {}
+
+    def get(count: int) -> Ranks:
+        if count not in started:
+            started[count] = Ranks("trainer", TRAINER, count)
+            started[count].results()
+        return started[count]
+
+    yield get
+    for ranks in started.values():
+        ranks.close()
+
+
+@pytest.fixture(scope="session")
+def sequences() -> list[list[int]]:
+    """Lengths that no number of ranks divides; one without a target."""
+    generator = torch.Generator().manual_seed(7)
+    lengths = (2, 17, 64, 5, 33, 1, 40)
+    return [torch.randint(1003, (n,), generator=generator).tolist() for n in lengths]
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -33,6 +34,52 @@ class CoreRank:
         if experts == 1:
             expert = replace(expert, rank=0, size=1, group=None)
         return Layout(tensor, expert)
+
+    def outside(self, path: str) -> tuple[str, str]:
+        """What an id, and a target, outside the vocabulary give on two ranks."""
+        checkpoint = open_checkpoint(Path(path))
+        core = load_object(checkpoint.spec.model)(
+            checkpoint.config,
+            dtype=checkpoint.dtype,
+            layout=self.layout(2, False, 1, False),
+        )
+        load_into(core, path)
+        ids, positions, batch = tokens([4], checkpoint.config.vocab_size)
+        seen = []
+        for wrong in (-1, checkpoint.config.vocab_size):
+            outside = ids.clone()
+            outside[2] = wrong
+            with pytest.raises(IndexError) as error:
+                core(outside, positions, batch)
+            hidden = core(ids, positions, batch)
+            with pytest.raises(IndexError) as error:
+                core.token_logprobs(hidden, outside)
+            seen.append(error.type.__name__)
+        return tuple(seen)
+
+    def traffic(self, ranks: int, rows: int, columns: int) -> int | None:
+        """Bytes that this rank receives to fold fp32 partial sums and round them to bfloat16."""
+        if self.rank >= ranks:
+            return None
+        received, moves = [0], (collectives.all_gather, collectives.all_to_all)
+
+        def gather(x: Tensor, parallel: TensorParallel) -> Tensor:
+            received[0] += (parallel.size - 1) * x.nbytes
+            return moves[0](x, parallel)
+
+        def exchange(x: Tensor, parallel: TensorParallel) -> Tensor:
+            received[0] += x.nbytes - x[0].nbytes
+            return moves[1](x, parallel)
+
+        collectives.all_gather, collectives.all_to_all = gather, exchange  # type: ignore
+        try:
+            parallel = TensorParallel(self.rank, ranks, self.groups[ranks])
+            collectives.combine(
+                torch.ones(rows, columns), parallel, collectives.tree, torch.bfloat16
+            )
+        finally:
+            collectives.all_gather, collectives.all_to_all = moves
+        return received[0]
 
     def run(
         self,

@@ -7,6 +7,7 @@ import torch
 
 from isomodels.parity.ranks import Ranks
 from tests.megatron.bits import assert_same_bits
+from tests.parallel.conftest import CORE
 
 LENGTHS = [1, 17, 64, 3, 35]  # 120 tokens: a multiple of 2 and 4
 CASES = ("hidden", "logits", "logprobs", "token_logprobs")
@@ -85,3 +86,21 @@ def test_gradients_over_ranks(four_ranks, tiny, architecture, size, sequence):
     for name, gradient in expected.items():
         scale = float(gradient.abs().max())
         torch.testing.assert_close(got[name], gradient, atol=3e-6 * scale, rtol=0, msg=name)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_bytes_on_the_wire(four_ranks, size):
+    """Large messages cost 1.5 times a ring all-reduce in bfloat16, small ones one gather."""
+    rows, columns = 256, 1024
+    four_ranks.submit("traffic", size, rows, columns)
+    ring = 2 * (size - 1) * rows * columns * 2 // size
+    assert [b for b in four_ranks.results() if b is not None] == [3 * ring // 2] * size
+    four_ranks.submit("traffic", size, 1, columns)
+    assert [b for b in four_ranks.results() if b is not None] == [(size - 1) * columns * 4] * size
+
+
+def test_a_target_outside_the_vocabulary_is_refused_by_every_rank(tiny):
+    with Ranks("core", CORE, 2) as ranks:
+        ranks.results()
+        ranks.submit("outside", str(tiny("Qwen3ForCausalLM", "float32")))
+        assert ranks.results() == [("IndexError", "IndexError")] * 2

@@ -1,11 +1,10 @@
 """Megatron's trainer in parallel layouts, over gloo: the logprobs of one process, bit for bit."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
@@ -14,7 +13,6 @@ from isomodels.megatron.layout import Degrees
 from isomodels.parity.ranks import Ranks
 from tests.megatron.bits import assert_all_same_bits
 
-TRAINER = "tests.parallel.trainer_rank:TrainerRank"
 LAYERS = {"num_hidden_layers": 4}
 MODELS = {
     "qwen3": ("Qwen3ForCausalLM", {**LAYERS, "tie_word_embeddings": True}),
@@ -27,36 +25,12 @@ CASES = ("forward", "score", "recompute")
 ALONE: dict[tuple, dict[str, Any]] = {}
 
 
-@pytest.fixture(scope="module")
-def processes() -> Iterator[Callable[[int], Ranks]]:
-    """processes(n) -> n ranks, started once."""
-    started: dict[int, Ranks] = {}
-
-    def get(count: int) -> Ranks:
-        if count not in started:
-            started[count] = Ranks("trainer", TRAINER, count)
-            started[count].results()
-        return started[count]
-
-    yield get
-    for ranks in started.values():
-        ranks.close()
-
-
-@pytest.fixture(scope="module")
-def sequences() -> list[list[int]]:
-    """Lengths that no number of ranks divides; one without a target."""
-    generator = torch.Generator().manual_seed(7)
-    lengths = (2, 17, 64, 5, 33, 1, 40)
-    return [torch.randint(1003, (n,), generator=generator).tolist() for n in lengths]
-
-
 def alone(
-    processes: Callable[[int], Ranks], path: Path, dtype: str, sequences: list[list[int]]
+    trainers: Callable[[int], Ranks], path: Path, dtype: str, sequences: list[list[int]]
 ) -> dict[str, Any]:
     """One process without parallelism: what every layout must give."""
     if (path, dtype) not in ALONE:
-        ALONE[path, dtype] = processes(1).call("bits", str(path), dtype, "tp1", sequences)
+        ALONE[path, dtype] = trainers(1).call("bits", str(path), dtype, "tp1", sequences)
     return ALONE[path, dtype]
 
 
@@ -82,11 +56,11 @@ EXPERTS = [
 
 
 @pytest.mark.parametrize(("model", "dtype", "layout"), [*DENSE, *EXPERTS])
-def test_every_rank_has_the_bits_of_one_process(processes, tiny, sequences, model, dtype, layout):
+def test_every_rank_has_the_bits_of_one_process(trainers, tiny, sequences, model, dtype, layout):
     architecture, fields = MODELS[model]
     path = tiny(architecture, dtype, **fields)
-    expected = alone(processes, path, dtype, sequences)
-    ranks = processes(Degrees.parse(layout).ranks)
+    expected = alone(trainers, path, dtype, sequences)
+    ranks = trainers(Degrees.parse(layout).ranks)
     ranks.submit("bits", str(path), dtype, layout, sequences)
     for got in ranks.results():
         for case in CASES:
@@ -101,15 +75,15 @@ STEPS = [
 
 @pytest.mark.parametrize(("model", "layout"), STEPS)
 def test_steps_in_a_layout_are_those_of_one_process(
-    processes, tiny, tmp_path, sequences, model, layout
+    trainers, tiny, tmp_path, sequences, model, layout
 ):
     """Two optimizer steps in fp32 agree to rounding; all ranks end with the same bits."""
     architecture, fields = MODELS[model]
     path = tiny(architecture, "float32", **fields)
     long_enough = [s for s in sequences if len(s) > 1]
     how = ("float32", layout, long_enough)
-    expected = processes(1).call("train", str(path), "float32", "tp1", long_enough, str(tmp_path))
-    ranks = processes(Degrees.parse(layout).ranks)
+    expected = trainers(1).call("train", str(path), "float32", "tp1", long_enough, str(tmp_path))
+    ranks = trainers(Degrees.parse(layout).ranks)
     ranks.submit("train", str(path), *how, str(tmp_path / "many"))
     first, *others = ranks.results()
     for name in ("losses", "norms"):
@@ -117,7 +91,7 @@ def test_steps_in_a_layout_are_those_of_one_process(
     for other in others:
         assert_all_same_bits(other["score"], first["score"])
     # the exported weights are those that the ranks trained
-    written = processes(1).call("bits", str(tmp_path / "many"), "float32", "tp1", long_enough)
+    written = trainers(1).call("bits", str(tmp_path / "many"), "float32", "tp1", long_enough)
     assert_all_same_bits(written["score"], first["score"])
 
 

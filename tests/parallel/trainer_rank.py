@@ -1,6 +1,7 @@
 """One rank that opens Megatron trainers in one layout after another; see test_trainer.py."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,3 +43,37 @@ class TrainerRank:
                 "norms": [step.grad_norm for step in steps],
                 "score": trainer.score(sequences),
             }
+
+    def train_and_save(
+        self, path: str, dtype: str, layout: str, sequences: Sequences, out: str
+    ) -> None:
+        """Two steps, then model and optimizer to `out`, and the weights to `out`-hf."""
+        with self.open(path, dtype, layout) as trainer:
+            for _ in range(2):
+                trainer.step(sequences, num_microbatches=2)
+            trainer.save(out)
+            trainer.save_hf(f"{out}-hf")
+
+    def load_and_save(self, path: str, dtype: str, layout: str, saved: str, out: str) -> int:
+        """What another layout saved, loaded and saved again; the number of steps."""
+        with self.open(path, dtype, layout) as trainer:
+            trainer.load(saved)
+            trainer.save(out)
+            trainer.save_hf(f"{out}-hf")
+            return trainer.steps
+
+    def train_on(self, path: str, layout: str, sequences: Sequences, started: str) -> None:
+        """Steps without end, and a mark after the first."""
+        with self.open(path, "float32", layout, timeout_s=60.0) as trainer:
+            while True:
+                trainer.step(sequences)
+                Path(started).touch()
+
+    def save_on(self, path: str, layout: str, started: str, out: str) -> None:
+        """Saves without end, and a mark when the first begins."""
+        with self.open(path, "float32", layout, timeout_s=60.0) as trainer:
+            number = 0
+            while True:
+                Path(started).touch()
+                trainer.save(f"{out}/{number}")
+                number += 1

@@ -46,7 +46,6 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
         ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size 2"),
         ({"data_parallel_size": 2}, "--data-parallel-size 2"),
         ({"prefill_context_parallel_size": 2}, "--prefill-context-parallel-size 2"),
-        ({"enable_expert_parallel": True}, "--enable-expert-parallel"),
         ({"enable_dbo": True}, "--enable-dbo"),
         ({"hf_overrides": {"rope_theta": 5.0}}, "--hf-overrides"),
         ({"hf_overrides": lambda config: config}, "--hf-overrides"),

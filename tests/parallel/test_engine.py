@@ -1,0 +1,80 @@
+"""vLLM with its own launcher over several processes: the logprobs of the whole module, by bits."""
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="vllm is not installed")
+
+from isomodels.batch import Batch
+from isomodels.checkpoint import load_checkpoint
+from isomodels.layers.routes import record_routes
+from isomodels.vllm.engine import Engine, Request
+from tests.megatron.bits import assert_same_bits
+
+LIMITS = {
+    "max_model_len": 256,
+    "max_num_batched_tokens": 64,
+    "max_num_seqs": 8,
+    "block_size": 16,
+    "num_gpu_blocks_override": 40,
+    "enable_prefix_caching": True,
+    "skip_tokenizer_init": True,
+}
+LENGTHS = (5, 70, 33, 20, 100)  # within a chunk and beyond, shared by decodes
+
+
+def requests(vocab_size: int) -> list[Request]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        Request(
+            torch.randint(vocab_size, (n,), generator=generator).tolist(),
+            max_tokens=12,
+            prompt_logprobs=n % 2 == 0,
+            arrival=i,
+        )
+        for i, n in enumerate(LENGTHS)
+    ]
+
+
+CASES = [
+    ("Qwen3ForCausalLM", {}),
+    ("Glm4MoeLiteForCausalLM", {"enable_expert_parallel": True}),
+    *[
+        pytest.param(name, how, marks=pytest.mark.slow)
+        for name, how in (
+            ("MiMoForCausalLM", {}),
+            ("Qwen3MoeForCausalLM", {}),
+            ("Qwen3MoeForCausalLM", {"enable_expert_parallel": True}),
+            ("Glm4MoeLiteForCausalLM", {}),
+            ("DeepseekV3ForCausalLM", {"enable_expert_parallel": True}),
+        )
+    ],
+]
+
+
+@pytest.mark.parametrize(("architecture", "how"), CASES)
+def test_two_workers_give_the_bits_of_the_module(tiny, architecture, how):
+    path = tiny(architecture, "bfloat16")
+    core = load_checkpoint(path).requires_grad_(False)
+    with Engine(
+        path, dtype="bfloat16", record_routes=True, tensor_parallel_size=2, **how, **LIMITS
+    ) as engine:
+        results = engine.run(requests(core.config.vocab_size), seed=3)
+        repeated = engine.run(requests(core.config.vocab_size), seed=3)  # prefixes are cached now
+    assert len(results) == len(LENGTHS)
+    assert any(result.num_cached_tokens for result in repeated)
+    for result, again in zip(results, repeated, strict=True):
+        ids = torch.tensor([*result.prompt, *(token.id for token in result.tokens)])
+        bounds = torch.tensor([0, len(ids)], dtype=torch.int32)
+        with record_routes(core) as recorded:
+            hidden = core(ids, Batch.positions(bounds), Batch.packed(bounds))
+        expected = core.token_logprobs(hidden[:-1], ids[1:])
+        for one in (result, again):
+            assert [token.id for token in one.tokens] == [token.id for token in result.tokens]
+            got = torch.tensor([*(one.prompt_logprobs or []), *(t.logprob for t in one.tokens)])
+            assert_same_bits(got, expected[-len(got) :])
+        if core.config.routing is not None:
+            routes = recorded.take()
+            for first, ids_of_step in result.routes:
+                step = torch.from_numpy(ids_of_step)
+                assert torch.equal(step, routes[first : first + len(step)])

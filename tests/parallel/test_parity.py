@@ -1,0 +1,44 @@
+"""The parity command over layouts of both sides; and the fault that a layout must not hide."""
+
+import pytest
+
+pytest.importorskip("vllm", reason="vllm is not installed")
+pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+
+from isomodels.errors import UnsupportedError
+from isomodels.megatron.layout import Degrees
+from isomodels.parity.run import check_engine_layout, run_parity
+
+CASES = [
+    ("Qwen3ForCausalLM", "tp2,sp", "tp2"),
+    *[
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in (
+            ("MiMoForCausalLM", "tp2,sp,pp2", "tp1"),
+            ("MiMoForCausalLM", "pp2,vpp2", "tp2"),
+            ("Qwen3MoeForCausalLM", "tp2,sp,ep2", "tp2,ep2"),
+            ("Qwen3MoeForCausalLM", "dp2,ep2", "tp2"),
+            ("Glm4MoeLiteForCausalLM", "tp2,ep2", "tp1"),
+            ("DeepseekV3ForCausalLM", "pp2", "tp2,ep2"),
+        )
+    ],
+]
+
+
+@pytest.mark.parametrize(("architecture", "trainer", "engine"), CASES)
+def test_any_trainer_layout_against_any_engine_layout(tiny, architecture, trainer, engine):
+    report = run_parity(
+        tiny(architecture, "bfloat16", num_hidden_layers=4),
+        stock=False,
+        trainer_layout=Degrees.parse(trainer),
+        engine_layout=Degrees.parse(engine),
+    )
+    assert report.faults() == []
+    assert report.trainer_layout == str(Degrees.parse(trainer))
+    assert sum(report.total(case).compared for case in report.cases) > 30_000
+
+
+@pytest.mark.parametrize("layout", ["tp2,sp", "pp2", "dp2", "tp4,ep2"])
+def test_layouts_that_an_engine_does_not_have(layout):
+    with pytest.raises(UnsupportedError, match="an engine takes tpN, or tpN,epN"):
+        check_engine_layout(Degrees.parse(layout))
