@@ -52,9 +52,11 @@ def _decode(
     heads = kv_head * GROUP + group_row
     dim = tl.arange(0, D)
     valid = (group_row < GROUP)[:, None]
-    if (seq >= tl.load(cu_seqlens + num_seqs)) & (seq < num_tokens) & (split == 0):
-        # A padded batch: rows past the last sequence are zero.
-        out_at = (seq.to(tl.int64) * num_heads + heads)[:, None] * D + dim[None, :]
+    # A padded batch: rows past the last sequence are zero.
+    first_row = tl.where(split == 0, tl.load(cu_seqlens + num_seqs) + seq, num_tokens)
+    for row in range(first_row, num_tokens, num_seqs):
+        rows = (row + tl.zeros_like(heads)).to(tl.int64)
+        out_at = (rows * num_heads + heads)[:, None] * D + dim[None, :]
         zeros = tl.zeros([BLOCK_M, D], tl.float32).to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + out_at, zeros, mask=valid)
     if num_new != 1:
@@ -134,9 +136,8 @@ def paged_attention(
         )
     q = unit_rows(q)
     num_tokens, num_seqs = len(q), len(seq_lens)
-    # In a decode batch every row is written; elsewhere padding may follow the last sequence.
-    pure_decode = max_seqlen_q <= 1 and num_tokens <= num_seqs
-    out = (torch.empty if pure_decode else torch.zeros)(q.shape, dtype=q.dtype, device=q.device)
+    # The kernels write every row, those of padding too.
+    out = (torch.empty if num_seqs else torch.zeros)(q.shape, dtype=q.dtype, device=q.device)
     if not num_tokens or not num_seqs:
         return out
     if max_seqlen_q > 1:

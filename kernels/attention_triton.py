@@ -6,12 +6,16 @@ counted from position 0. Within a segment: online softmax in fp32, the probabili
 input dtype, their sum and their product with V both taken by the tensor core in block order.
 Segments are merged in ascending order. Query tile, warps and stages are tuning.
 
+On Hopper `attention_hopper_triton` walks the same schedule faster, for what it takes.
+
 Mathematics: Dao et al., FlashAttention (2022); merging of partial softmaxes, Rabe and Staats
 (2021).
 """
 
 # mypy: disable-error-code="no-untyped-def"
 
+from functools import cache
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -253,6 +257,18 @@ def tensor_map(x: Tensor, rows: int) -> Any:
     )
 
 
+@cache
+def _hopper(device: torch.device) -> ModuleType | None:
+    """The form for Hopper: Gluon is experimental, so only for Triton 3.6, where it was checked."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return None
+    if not triton.__version__.startswith("3.6."):
+        return None
+    from isomodels.kernels import attention_hopper_triton
+
+    return attention_hopper_triton
+
+
 def attention(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, config: dict | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -264,6 +280,10 @@ def attention(
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     num_seqs = len(cu_seqlens) - 1
     if not num_tokens or num_seqs <= 0:
+        return out, lse
+    hopper = None if config else _hopper(q.device)
+    if hopper and hopper.fits_packed(q, k, v):
+        hopper.packed(q, k, v, cu_seqlens, scale, out, lse)
         return out, lse
     if k.stride() != v.stride():
         k, v = k.contiguous(), v.contiguous()
@@ -289,6 +309,10 @@ def paged_prefill(
     """Fill the rows of `out` whose sequences have two or more new tokens."""
     num_tokens, num_heads, head_dim = q.shape
     num_seqs = len(seq_lens)
+    hopper = None if config or max_seqlen_q <= 64 else _hopper(q.device)
+    if hopper and hopper.fits_paged(q, kv_cache):
+        hopper.paged(q, kv_cache, block_table, cu_seqlens_q, seq_lens, scale, out)
+        return
     config = config or tile_config(head_dim, q.dtype, max_seqlen_q, False)
     num_tiles = num_tokens // config["BLOCK_M"] + num_seqs
     k, v = kv_cache[..., :head_dim], kv_cache[..., head_dim:]

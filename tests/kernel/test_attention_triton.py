@@ -9,6 +9,7 @@ import itertools
 import os
 import subprocess
 import sys
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -50,6 +51,16 @@ def assert_same(actual, expected, what):
         assert relative_rms(actual, expected) < unit_error(FP32, 100), what
 
 
+@contextmanager
+def uninitialised_is_nan():
+    """New memory comes filled with NaN: a row that a kernel leaves out shows."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 class Case:
     """Packed sequences on a device, and their pages."""
 
@@ -81,8 +92,11 @@ class Case:
     def rows(self, sequence, start, end):
         return slice(self.starts[sequence] + start, self.starts[sequence] + end)
 
-    def step(self, runs, *, padding=0, bound_k=None, **configs):
-        """One engine step: runs of (sequence, start, end). Returns (output, rows of `packed`)."""
+    def step(self, runs, *, padding=0, bound_k=None, loose=0, **configs):
+        """One engine step: runs of (sequence, start, end). Returns (output, rows of `packed`).
+
+        `padding` sequences without tokens follow, and as many tokens, and `loose` more tokens.
+        """
         from isomodels.kernels import attention_decode_triton
 
         at = torch.cat([torch.arange(self.starts[s] + a, self.starts[s] + b) for s, a, b in runs])
@@ -90,12 +104,14 @@ class Case:
         counts = [b - a for _, a, b in runs] + [0] * padding
         ends = [b for _, _, b in runs] + [0] * padding
         sequences = [s for s, _, _ in runs] + [0] * padding
-        q = torch.cat((self.q[at], self.q.new_full((padding, *self.q.shape[1:]), torch.nan)))
+        q_padding = self.q.new_full((padding + loose, *self.q.shape[1:]), torch.nan)
+        q = torch.cat((self.q[at], q_padding))
         bounds = self.int32([0, *itertools.accumulate(counts)])
-        out = attention_decode_triton.paged_attention(
-            q, self.cache, self.block_table[sequences], bounds, self.int32(ends),
-            self.scale, max(counts), bound_k or max(ends), **configs,
-        )  # fmt: skip
+        with uninitialised_is_nan():
+            out = attention_decode_triton.paged_attention(
+                q, self.cache, self.block_table[sequences], bounds, self.int32(ends),
+                self.scale, max(counts), bound_k or max(ends), **configs,
+            )  # fmt: skip
         assert not out[len(at) :].any(), "padding rows must be zero"
         return out[: len(at)], at
 
@@ -196,13 +212,10 @@ def check_tokens_after_the_last_sequence(case, count, configs=None):
 
     right = attention_backward(*inputs[:4], case.cu_seqlens, inputs[4], lse, case.scale, configs)
     longer = [padded(x) for x in inputs]
-    torch.use_deterministic_algorithms(True)  # memory comes filled with NaN
-    try:
+    with uninitialised_is_nan():
         after = attention_backward(
             *longer[:4], case.cu_seqlens, longer[4], padded(lse), case.scale, configs
         )
-    finally:
-        torch.use_deterministic_algorithms(False)
     for name, one, exactly in zip("qkv", after, right, strict=True):
         n = len(exactly)
         assert_same(one[:n], exactly, f"d{name}, {count} tokens after the last sequence")
@@ -246,6 +259,7 @@ def interpreted():
         assert_same(out, whole[at], f"step {runs}")
     out, at = case.step([(2, 132, 133), (3, 5, 6), (2, 128, 129)], padding=2)
     assert_same(out, whole[at], "decode")
+    case.step([(3, 5, 9)], tiles={"BLOCK_M": 64}, padding=1, loose=70)
     case = Case([1, 0, 70, 20], 1, 2, 32, FP32, "cpu")
     keys = {"BLOCK_M": 16, "BLOCK_N": 32}
     queries = {"BLOCK_M": 32, "BLOCK_N": 16}
@@ -265,6 +279,25 @@ def test_one_function(kv_heads, group, dim):
     decodes = DECODES if dim <= 128 else DECODES[:2]
     whole = check_packed(case, tiles)
     check_paged(case, whole, tiles, decodes, decode_rows=40)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("block_size", "order"), [(16, 0), (48, 1), (64, 2)])
+def test_form_for_hopper(block_size, order):
+    from isomodels.kernels import attention_triton
+
+    hopper = attention_triton._hopper(torch.device("cuda", torch.cuda.current_device()))
+    if hopper is None:
+        pytest.skip("only for compute capability 9.0 and Triton 3.6")
+    lengths = [*[1] * 40, 0, 63, 65, 127, 128, 129, 191, 2049, 4097]
+    case = Case(lengths, 8, 4, 128, BF16, "cuda", block_size=block_size, order=order)
+    assert hopper.fits_packed(case.q, case.k, case.v)
+    assert hopper.fits_paged(case.q, case.cache)
+    whole = check_packed(case, TILES)  # the others are portable
+    check_paged(case, whole, TILES[:1], [], decode_rows=3)
+    fused = torch.cat((case.q, case.k, case.v), 1).split((32, 8, 8), 1)
+    assert hopper.fits_packed(*fused)
+    assert_same(attention(*fused, case.cu_seqlens, case.scale)[0], whole, "views of one tensor")
 
 
 @pytest.mark.gpu
