@@ -267,14 +267,14 @@ def _attention_tiles(
         mbarrier.init(q_empty.index(i), count=1)
     fence_async_shared()
     gl.thread_barrier()
-    rows_of = ones_s.permute((1, 0))
+    ones_s = ones_s.permute((1, 0))  # [N, 8]
     gl.warp_specialize(
         [
             (_consume, (0, out_ptr, lse_ptr, parked_ptr, cu_seqlens, seq_lens, scale_log2,
-                num_tiles, num_seqs, num_heads, turns, q_s, k_s, v_s, rows_of, q_full, q_empty,
+                num_tiles, num_seqs, num_heads, turns, q_s, k_s, v_s, ones_s, q_full, q_empty,
                 full, empty, PAGED)),
             (_consume, (1, out_ptr, lse_ptr, parked_ptr, cu_seqlens, seq_lens, scale_log2,
-                num_tiles, num_seqs, num_heads, turns, q_s, k_s, v_s, rows_of, q_full, q_empty,
+                num_tiles, num_seqs, num_heads, turns, q_s, k_s, v_s, ones_s, q_full, q_empty,
                 full, empty, PAGED)),
             (_produce, (q_desc, k_desc, v_desc, cu_seqlens, seq_lens, block_table, stride_table,
                 head_rows, head_columns, num_tiles, num_seqs, num_heads, turns, q_s, k_boxes,
