@@ -212,6 +212,7 @@ def _check_written(
             if not same_bits(expected, found):
                 different.append(name)
             verified(found.nbytes)
+            del expected, found  # parts of a large tensor: let go of it before the next is read
     if different:
         raise CheckpointError(f"{out_dir} read back differs in {shorten(different)}")
 

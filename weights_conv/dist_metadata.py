@@ -14,7 +14,7 @@ import zipfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -167,8 +167,12 @@ def _check_format(folder: Path) -> None:
         )
 
 
-class _Unpickler(pickle.Unpickler):
-    """Knows the given names and nothing else."""
+# Python's own form: the one in C can be made to take any amount of memory by a number in the file.
+_PythonUnpickler: Any = pickle._Unpickler
+
+
+class _Unpickler(_PythonUnpickler):
+    """Knows the given names and nothing else, and sets attributes of instances only."""
 
     def __init__(self, stream: Any, names: Mapping[str, Iterable[str]]):
         super().__init__(stream)
@@ -182,6 +186,13 @@ class _Unpickler(pickle.Unpickler):
                 "since it might run code"
             )
         return super().find_class(module, name)
+
+    def _build(self) -> None:
+        if isinstance(self.stack[-2], type) or callable(self.stack[-2]):
+            raise CheckpointError("it would change a class, which is no part of the format")
+        self.load_build()
+
+    dispatch: ClassVar = {**_PythonUnpickler.dispatch, pickle.BUILD[0]: _build}
 
 
 def _unpickle(content: Any, file: Path, names: Mapping[str, Iterable[str]]) -> Any:
@@ -213,7 +224,7 @@ def _tensors(found: Any, files: Mapping[str, int]) -> dict[str, StoredTensor]:
             place = found.storage_data.get(index)
             if place is None:
                 raise CheckpointError(f"{name}: nothing tells where its chunk {one.offsets} lies")
-            chunks.append(_chunk(name, _box(one.offsets), _box(one.sizes), place, files))
+            chunks.append(_chunk(name, dtype, _box(one.offsets), _box(one.sizes), place, files))
         if not _covers(shape, [(c.offsets, c.sizes) for c in chunks]):
             raise CheckpointError(f"the chunks of {name} overlap or leave gaps")
         tensors[name] = StoredTensor(shape, dtype, tuple(chunks))
@@ -229,6 +240,7 @@ def _box(values: Any) -> tuple[int, ...]:
 
 def _chunk(
     name: str,
+    dtype: torch.dtype,
     offsets: tuple[int, ...],
     sizes: tuple[int, ...],
     place: Any,
@@ -238,6 +250,8 @@ def _chunk(
     if getattr(place, "transform_descriptors", None):
         raise CheckpointError(f"{name} is compressed or encrypted, which is not implemented")
     begin, length = _box((place.offset, place.length))
+    if math.prod(sizes) * dtype.itemsize > length:
+        raise CheckpointError(f"{name} has a chunk {list(sizes)} in {length} bytes")
     if file not in files:  # only names, no paths: nothing outside of the folder is read
         raise CheckpointError(f"{name} lies in {file!r}, which is absent: copy the folder again")
     if begin + length > files[file]:

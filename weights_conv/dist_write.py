@@ -28,7 +28,7 @@ from isomodels.weights_conv.dist_metadata import COMMON, CONFIG, METADATA
 from isomodels.weights_conv.shards import DEFAULT_SHARD_SIZE, Progress
 
 # A rank that loads a slice reads whole chunks; torch.save copies a chunk once more.
-_CHUNK_SIZE = 128 * 2**20
+_CHUNK_SIZE = 64 * 2**20
 _FORMAT = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,

@@ -115,3 +115,4 @@ def _write_file(
         if tensor.numel():
             out.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
         progress(tensor.nbytes)
+        del tensor  # a part of a larger one: let go of it before the next is read

@@ -89,17 +89,14 @@ def convert(
         _print_plan(plan, json)
         return
     begin = time.monotonic()
-    with (
-        byte_bar("Writing", plan.nbytes) as progress,
-        byte_bar("Comparing", plan.nbytes if verify else 0) as verified,
-    ):
+    with byte_bar("Converting", plan.nbytes * (2 if verify else 1)) as progress:
         written = run_conversion(
             plan,
             destination,
             max_shard_size=size,
             verify=verify,
             progress=progress,
-            verified=verified,
+            verified=progress,
         )
     seconds = time.monotonic() - begin
     facts = {

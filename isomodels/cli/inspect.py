@@ -1,6 +1,8 @@
 """`isomodels inspect`: what a checkpoint of any form holds, lacks and needs."""
 
 import json as json_module
+from inspect import signature
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,7 +13,8 @@ from isomodels.errors import CheckpointError, IsoError
 if TYPE_CHECKING:
     from isomodels.stored_weights import Weights
 
-_RANKS = (1, 8, 64)  # of data parallelism, over which the optimizer's state is divided
+_DEGREES = (1, 2, 4, 8)
+_RANKS = 8  # of data parallelism, over which an optimizer's state is divided
 
 
 def inspect(
@@ -82,26 +85,66 @@ def describe(weights: "Weights") -> dict[str, Any]:
         "files": len(weights.files),
         "missing": [],
         "unknown": [],
-        "memory": _memory(weights, carried),
+        "memory": _memory(weights),
+        "iteration": _iteration(weights),
     }
 
 
-def _memory(weights: "Weights", carried: set[str]) -> dict[str, int]:
-    """Bytes on one GPU without activations and caches, by what runs there.
+def _iteration(weights: "Weights") -> int | str | None:
+    """Steps of the training that saved a Megatron checkpoint, or why they are not told."""
+    from isomodels.weights_conv.dist_metadata import read_common
 
-    A trainer holds the weights, fp32 gradients and Adam's two fp32 moments, of bfloat16 weights an
-    fp32 copy too; the moments and the copy are divided over data parallel ranks.
+    if weights.layout == "hf":
+        return None
+    try:
+        common = read_common(weights.path)
+    except CheckpointError as error:  # it may hold any object of a trainer, and none is loaded
+        return str(error)
+    found = common.get("iteration", common.get("steps")) if isinstance(common, dict) else None
+    return found if isinstance(found, int) else None
+
+
+def _memory(weights: "Weights") -> list[dict[str, int]]:
+    """Bytes on one GPU in each parallel layout, without activations and caches.
+
+    "engine" are the weights that run. A trainer also holds what is carried, fp32 gradients and
+    Adam's two fp32 moments, of bfloat16 weights an fp32 copy too; of "trainer_sharded", eight data
+    parallel ranks divide the moments and the copies.
     """
-    tensors = weights.tensors.meta()
-    held = {name: tensor for name, tensor in tensors.items() if name not in carried}
-    run = sum(tensor.nbytes for tensor in held.values())
-    count = sum(tensor.numel() for tensor in held.values())
-    copies = sum(t.numel() for t in held.values() if t.itemsize < 4)
-    found = {"engine": run}
-    for ranks in _RANKS:
-        state = (8 * count + 4 * copies) // ranks
-        found[f"trainer, {ranks} data parallel"] = (
-            sum(tensor.nbytes for tensor in tensors.values()) + 4 * count + state
+    import torch
+
+    from isomodels.layers.parallel import (
+        ExpertParallel,
+        Layout,
+        TensorParallel,
+        expert_degrees,
+        tensor_degrees,
+    )
+    from isomodels.registry import load_object
+
+    model, config = load_object(weights.spec.model), weights.config
+    cut = "layout" in signature(model).parameters
+    found = []
+    for tensor, experts in product(
+        [n for n in _DEGREES if n in (tensor_degrees(config) if cut else [1])],
+        [n for n in _DEGREES if n in (expert_degrees(config) if cut else [1])],
+    ):
+        layout = Layout(TensorParallel(0, tensor), ExpertParallel(0, experts))
+        options = {"layout": layout} if cut else {}
+        with torch.device("meta"):
+            core = model(config, dtype=config.torch_dtype, carry_mtp=True, **options)
+        run = list(core.parameters())
+        count = sum(p.numel() for p in run)
+        states = 8 * count + 4 * sum(p.numel() for p in run if p.itemsize < 4)
+        held = sum(p.nbytes for p in run) + sum(b.nbytes for b in core.buffers()) + 4 * count
+        found.append(
+            {
+                "tensor_parallel": tensor,
+                "expert_parallel": experts,
+                "engine": sum(p.nbytes for p in run),
+                "trainer": held + states,
+                "trainer_sharded": held + states // _RANKS,
+            }
         )
     return found
 
@@ -122,8 +165,18 @@ def _print_facts(facts: dict[str, Any]) -> None:
     table.add_row("size", sizes)
     table.add_row("head", "tied to the embedding" if facts["tied"] else "its own tensor")
     table.add_row("files", f"{facts['tensors']} tensors in {facts['files']} file(s)")
-    for what, size in facts["memory"].items():
-        table.add_row("memory", f"{decimal(size)}: {what}")
+    if facts["iteration"] is not None:
+        table.add_row("iteration", str(facts["iteration"]))
     table.add_row("missing", "nothing")
     table.add_row("unknown", "nothing")
-    Console(soft_wrap=True).print(table)
+    memory = Table(title="bytes on one GPU, without activations and caches", title_justify="left")
+    heads = ("TP", "EP", "engine", "trainer", f"trainer, {_RANKS} data parallel")
+    for head in heads:
+        memory.add_column(head, justify="right")
+    for row in facts["memory"]:
+        degrees = (str(row[f"{kind}_parallel"]) for kind in ("tensor", "expert"))
+        held = (decimal(row[kind]) for kind in ("engine", "trainer", "trainer_sharded"))
+        memory.add_row(*degrees, *held)
+    console = Console(soft_wrap=True)
+    console.print(table)
+    console.print(memory)

@@ -217,15 +217,26 @@ def test_inspect(checkpoint: Path, tmp_path: Path) -> None:
         for path in (checkpoint, tmp_path / "there")
     )
     assert (here["layout"], there["layout"]) == ("hf", "megatron")
-    own = ("path", "layout", "files")
+    assert (here["iteration"], there["iteration"]) == (None, 0)
+    own = ("path", "layout", "files", "iteration")
     assert {k: v for k, v in here.items() if k not in own} == {
         k: v for k, v in there.items() if k not in own
     }
     count = sum(t.numel() for t in load_file(checkpoint / "model.safetensors").values())
     assert here["dtypes"] == {"bfloat16": count}
     # weights 2, gradients 4, moments 8 and a copy 4 bytes
-    assert here["memory"]["engine"] == 2 * count
-    assert here["memory"]["trainer, 1 data parallel"] == 18 * count
+    whole, *parts = here["memory"]
+    assert (whole["engine"], whole["trainer"]) == (2 * count, 18 * count)
+    assert whole["trainer_sharded"] == 6 * count + 12 * count // 8
+    assert [row["tensor_parallel"] for row in parts] == [2, 4]
+    norms = 2 * (2 * 64 + 2 * 16) + 64  # each rank has them whole
+    assert parts[0]["engine"] == 2 * (norms + (count - norms) // 2 + rows_beyond_half(1003) * 64)
+
+
+def rows_beyond_half(vocabulary: int) -> float:
+    """Of the embedding and the head, which the first of two ranks has more: whole leaves."""
+    leaf = -(-vocabulary // 1024) * 128
+    return 2 * (min(4 * leaf, vocabulary) - vocabulary / 2)
 
 
 @pytest.mark.parametrize("form", ["hf", "megatron"])

@@ -12,7 +12,9 @@ from megatron.core import dist_checkpointing
 from isomodels.checkpoint import load_checkpoint
 from isomodels.conversion import convert_checkpoint
 from isomodels.megatron import Trainer, model_provider, transformer_config
+from isomodels.megatron.layout import Degrees
 from isomodels.megatron.process import start_process, stop_process
+from isomodels.parity.ranks import Ranks
 from isomodels.stored_weights import open_weights
 from isomodels.weights_conv import dist_write
 from isomodels.weights_conv.bits import same_bits
@@ -63,3 +65,27 @@ def test_convert_reads_what_megatron_saves(tmp_path: Path, kind) -> None:
     assert raw_folder(tmp_path / "out") == raw_folder(tmp_path / "expected")
     assert raw_folder(tmp_path / "out") != raw_folder(path)
     assert digest(tmp_path / "dist") == before
+
+
+LAYOUTS = [("qwen3-tied", "tp2,pp2"), ("mimo", "tp4,sp"), ("glm", "tp2,sp,ep2")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "layout"), LAYOUTS)
+def test_real_ranks_of_any_layout(tmp_path: Path, monkeypatch, pytestconfig, kind, layout) -> None:
+    """Reads what ranks of a layout saved, and ranks of a layout read what it writes."""
+    monkeypatch.setenv("PYTHONPATH", str(pytestconfig.rootpath))
+    monkeypatch.setattr(dist_write, "_CHUNK_SIZE", 5000)
+    path = MAKERS[kind](tmp_path / "hf")
+    saved = tmp_path / "saved"
+    count = Degrees.parse(layout).ranks
+    with Ranks("loader", "tests.weights.loader_rank:LoaderRank", count) as ranks:
+        ranks.results()
+        ranks.call("save", str(path), layout, str(saved))
+        assert len({file.name.split("_")[2] for file in saved.glob("__*.distcp")}) == count
+        convert_checkpoint(saved, tmp_path / "out", like=path)
+        assert raw_folder(tmp_path / "out") == raw_folder(tmp_path / "saved-hf")
+        assert raw_folder(tmp_path / "out") != raw_folder(path)
+        convert_checkpoint(tmp_path / "out", tmp_path / "there", to="megatron")
+        ranks.call("load", str(path), layout, str(tmp_path / "there"), str(tmp_path / "back"))
+    assert raw_folder(tmp_path / "back") == raw_folder(tmp_path / "out")

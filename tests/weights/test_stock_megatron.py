@@ -142,6 +142,25 @@ def test_row_74_of_the_field_reports_mtp_halves(source, tmp_path) -> None:
     assert torch.equal(theirs[:, half:], megatron[:, :half])
 
 
+def test_row_71_of_the_field_reports_every_layer_of_a_model_with_biases(source, tmp_path) -> None:
+    """Not only the logits: what each layer hands on has equal bits after an import."""
+    path = source("mimo")
+    write_dcp(tmp_path / "stock", saved_of(path, "mimo", 0, 2))
+    convert_checkpoint(tmp_path / "stock", tmp_path / "out", like=path)
+
+    def hidden(folder: Path) -> list[Tensor]:
+        model, found = load_checkpoint(folder), []
+        for layer in model.model.layers:
+            layer.register_forward_hook(lambda _, __, out: found.extend(out))
+        with torch.no_grad():
+            run_packed(model, tokens(40))
+        return found
+
+    own, expected = hidden(tmp_path / "out"), hidden(path)
+    assert len(own) == 2 * 3
+    assert all(same_bits(a, b) for a, b in zip(own, expected, strict=True))
+
+
 def test_row_69_of_the_field_reports_padded_rows_stay_behind(source, tmp_path) -> None:
     path = source("qwen3")
     saved = saved_of(path, "qwen3", 0, 2)
