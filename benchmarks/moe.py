@@ -72,8 +72,8 @@ def _config(m: int, n: int, k: int, group: int, warps: int, stages: int) -> dict
     }  # fmt: skip
 
 
-# vLLM ships no configuration for these two shapes on an H200. It gets the fastest of its default and
-# of those that it ships for this chip and sizes near these, by tokens.
+# vLLM ships no configuration for these two shapes on an H200. It gets the fastest of its default
+# and of those that it ships for this chip and sizes near these, by tokens.
 CONFIGS = {
     16: [
         _config(16, 64, 128, 16, 4, 2),
@@ -107,7 +107,7 @@ def _vllm(arguments: tuple[Tensor, ...], tokens: int) -> tuple[str, Callable[[],
 
         return run
 
-    names = {"default": None} | {"x".join(map(str, [*c.values()][:3])): c for c in CONFIGS[tokens]}
+    names = {"default": None} | {"x".join(map(str, c.values())): c for c in CONFIGS[tokens]}
     times = {name: time_ms([call(c)], replays=5)[0][0] for name, c in names.items()}
     best = min(times, key=times.__getitem__)
     return best, call(names[best])
@@ -129,7 +129,7 @@ def forward() -> Iterator[Timing]:
             yield against(
                 "experts",
                 f"{shape.name}, {tokens} tokens, the largest expert {share:.1f} of the mean",
-                f"vLLM's fused MoE (Triton), tile {best}",
+                f"vLLM's fused MoE (Triton), configuration {best}",
                 [partial(experts, *arguments)],
                 [theirs],
                 floor,
