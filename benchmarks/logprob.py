@@ -7,12 +7,9 @@ import torch.nn.functional as F
 
 from benchmarks.harness import Timing, against, against_bandwidth, row
 from isomodels.kernels.logprob import lm_head
-from isomodels.kernels.logprob_triton import (
-    log_normalize,
-    logprobs,
-    token_logprobs,
-    token_logprobs_backward,
-)
+from isomodels.kernels.logprob_kept import columns_to_keep, token_logprobs_kept
+from isomodels.kernels.logprob_normalize_triton import log_normalize, logprobs
+from isomodels.kernels.logprob_triton import token_logprobs, token_logprobs_backward
 
 TEST = "tests/kernel/test_logprob_triton.py"
 VOCAB, HIDDEN = 151936, 4096
@@ -47,17 +44,27 @@ def head() -> Iterator[Timing]:
     targets = torch.randint(0, VOCAB, (rows,), device="cuda")
     grad = torch.randn(rows, device="cuda")
     _, normalizer = token_logprobs(hidden, weight, targets, 1.0)
-    ours = [lambda: token_logprobs(hidden, weight, targets, 1.0)]
+    columns = columns_to_keep(hidden.detach().requires_grad_(), weight)
+    kept = f"{columns} columns kept"
+    _, _, *made = token_logprobs_kept(hidden, weight, targets, 1.0, columns)
     theirs = [lambda: F.linear(hidden, weight)]
+    baseline = "cuBLAS through torch, the product alone"
     shape = f"token_logprobs {rows} x {VOCAB}"
-    yield against("head", shape, "cuBLAS through torch, the product alone", ours, theirs, 0.0)
+    ours = [lambda: token_logprobs(hidden, weight, targets, 1.0)]
+    yield against("head", shape, baseline, ours, theirs, 0.0)
+    ours = [lambda: token_logprobs_kept(hidden, weight, targets, 1.0, columns)]
+    yield against("head", f"{shape}, {kept}", baseline, ours, theirs, 0.0)
 
     def product_gradients() -> None:
         logits = F.linear(hidden, weight)
         torch.mm(logits, weight)
         torch.mm(logits.t(), hidden)
 
-    ours = [lambda: token_logprobs_backward(grad, hidden, weight, targets, normalizer, 1.0)]
-    shape = f"token_logprobs backward {rows} x {VOCAB}"
+    arguments = (grad, hidden, weight, targets, normalizer, 1.0)
     baseline = "cuBLAS through torch, the three products alone"
-    yield against("head", shape, baseline, ours, [product_gradients], 0.0)
+    shape = f"token_logprobs backward {rows} x {VOCAB}"
+    for ours, label in (
+        ([lambda: token_logprobs_backward(*arguments)], shape),
+        ([lambda: token_logprobs_backward(*arguments, (made[0], made[1]))], f"{shape}, {kept}"),
+    ):
+        yield against("head", label, baseline, ours, [product_gradients], 0.0)

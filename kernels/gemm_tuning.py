@@ -53,6 +53,8 @@ DEFAULTS: dict[str, dict[int, Values]] = {
     },
     # x W^T that leaves no result but statistics of blocks of 128 columns
     "vocab": {64: (64, 128, 64, 5, 4), LARGE: (128, 256, 64, 4, 8)},
+    # the same, which keeps exponentials for a backward
+    "vocab kept": {64: (64, 128, 64, 4, 4), LARGE: (128, 256, 64, 3, 8, 0, 2)},
     "vocab gradient": {64: (64, 128, 64, 5, 4), LARGE: (128, 256, 64, 3, 8, 0, 2)},
     # dY W: the second operand is stored with the summed axis first
     "nn": {64: (64, 64, 64, 5, 4), 256: (128, 64, 64, 5, 4), LARGE: (128, 256, 64, 4, 8, 0, 2)},

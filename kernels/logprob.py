@@ -163,19 +163,19 @@ def _(hidden: Tensor, weight: Tensor) -> Tensor:
 
 @log_normalize.register_kernel("cuda")
 def _(logits: Tensor, temperature: float = 1.0) -> Tensor:
-    from isomodels.kernels import logprob_triton
+    from isomodels.kernels import logprob_normalize_triton
 
     _check_scale(logits.dtype, temperature)
-    return logprob_triton.log_normalize(logits, temperature)
+    return logprob_normalize_triton.log_normalize(logits, temperature)
 
 
 @logprobs.register_kernel("cuda")
 def _(hidden: Tensor, weight: Tensor, temperature: float = 1.0) -> Tensor:
-    from isomodels.kernels import logprob_triton
+    from isomodels.kernels import logprob_normalize_triton
 
     check_operands("logprobs", hidden, weight)
     _check_scale(torch.float32, temperature)
-    return logprob_triton.logprobs(hidden, weight, temperature)
+    return logprob_normalize_triton.logprobs(hidden, weight, temperature)
 
 
 @token_logprobs.register_kernel("cuda")
@@ -257,12 +257,19 @@ def token_logprobs_backward(
     targets: Tensor,
     normalizer: Tensor,
     temperature: float,
+    exponentials: Tensor | None = None,
+    tops: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """grad [T] fp32 of the logprobs -> (dhidden [T, H], dweight [V, H]) on the GPU."""
+    """grad [T] fp32 of the logprobs -> (dhidden [T, H], dweight [V, H]) on the GPU.
+
+    `exponentials` and `tops` are what `token_logprobs_kept` kept; the other logits are computed
+    again.
+    """
     from isomodels.kernels import logprob_triton
 
+    kept = None if exponentials is None or tops is None else (exponentials, tops)
     return logprob_triton.token_logprobs_backward(
-        grad, hidden, weight, targets, normalizer, temperature
+        grad, hidden, weight, targets, normalizer, temperature, kept
     )
 
 
@@ -279,6 +286,8 @@ def _(
     targets: Tensor,
     normalizer: Tensor,
     temperature: float,
+    exponentials: Tensor | None = None,
+    tops: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     return hidden.new_empty(hidden.shape), weight.new_empty(weight.shape)
 
@@ -331,19 +340,26 @@ def _token_setup(ctx: Any, inputs: tuple, output: Any) -> None:
 
 
 def _token_backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple:
-    hidden, weight, targets, normalizer = ctx.saved_tensors
-    if grad.is_cuda:
-        gradients = token_logprobs_backward(
-            grad, hidden, weight, targets, normalizer, ctx.temperature
-        )
-        return *gradients, None, None
+    args: tuple = (grad, *ctx.saved_tensors, ctx.temperature)
+    gradients = token_logprobs_backward(*args) if grad.is_cuda else recomputed_backward(*args)
+    return *gradients, None, None
+
+
+def recomputed_backward(
+    grad: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    normalizer: Tensor,
+    temperature: float,
+) -> tuple[Tensor, Tensor]:
+    """`token_logprobs_backward` on the CPU: logits again, and no [T, V] tensor kept."""
     row_max, log_sum = normalizer.unsqueeze(1).unbind(-1)  # [T, 1] each
-    # Logits again instead of a second [T, V] tensor kept since the forward.
-    scaled = (hidden.float() @ weight.float().t()) / ctx.temperature
+    scaled = (hidden.float() @ weight.float().t()) / temperature
     dlogits = -torch.exp(scaled - row_max - log_sum)
     dlogits[torch.arange(len(targets)), targets] += 1.0
-    dlogits *= grad.unsqueeze(1) / ctx.temperature
-    return *_logits_backward(dlogits, hidden, weight), None, None
+    dlogits *= grad.unsqueeze(1) / temperature
+    return _logits_backward(dlogits, hidden, weight)
 
 
 lm_head.register_autograd(_lm_head_backward, setup_context=_lm_head_setup)

@@ -124,10 +124,11 @@ def _gpu_stages(
     gather: Gather,
 ) -> tuple[Tensor, Tensor]:
     from isomodels.kernels import logprob_triton
+    from isomodels.kernels.logprob_fold_triton import cuts
 
     rows, of_rank = len(hidden), shard.width // VOCAB_BLOCK
     own = -(-shard.count // VOCAB_BLOCK)
-    blocks, leaf_blocks, log2 = logprob_triton._cuts(shard.vocab_size)
+    blocks, leaf_blocks, log2 = cuts(shard.vocab_size)
     # maximum and sum of each block, then the target's logit; blocks of padding are empty
     top, total = hidden.new_empty(2, rows, own, dtype=torch.float32)
     chosen = hidden.new_full((rows,), torch.nan, dtype=torch.float32)

@@ -12,6 +12,7 @@ from tests.kernel.triton_support import (
 )
 
 logprob_kernels, linear_kernels = kernels("logprob_triton"), kernels("linear_triton")
+normalize_kernels = kernels("logprob_normalize_triton")
 BF16 = torch.bfloat16
 COUNTS = (2, 16, 17, 33, 64, 65, 128, 129, 256)
 QWEN3, MIMO = 151936, 151680
@@ -38,10 +39,10 @@ def test_against_fp64(rows, vocab, temperature):
     chosen = exact.gather(1, targets[:, None])[:, 0]
     right = torch.autograd.grad(chosen, (h64, w64), grad.double())
     logits = linear_kernels.linear(h, weight, out_dtype=torch.float32)
-    normalized = logprob_kernels.log_normalize(logits, temperature)
+    normalized = normalize_kernels.log_normalize(logits, temperature)
     bound = unit_error(torch.float32, vocab)
     assert (normalized - exact).abs().max() < 1e-4
-    assert_same_bits(logprob_kernels.logprobs(h, weight, temperature), normalized)
+    assert_same_bits(normalize_kernels.logprobs(h, weight, temperature), normalized)
     fused, normalizer = logprob_kernels.token_logprobs(h, weight, targets, temperature)
     assert (fused - chosen).abs().max() < 1e-4
     actual = logprob_kernels.token_logprobs_backward(
@@ -50,6 +51,40 @@ def test_against_fp64(rows, vocab, temperature):
     if vocab > 1:
         for one, exact_gradient in zip(actual, right, strict=True):
             assert relative_rms(one, exact_gradient) < 4 * bound
+
+
+@pytest.mark.parametrize(("columns", "temperature"), [(0, 1.0), (256, 0.7), (700, 1.0)])
+def test_kept_exponentials(columns, temperature, monkeypatch):
+    """The same logprobs, and gradients made of what was kept and of what was not, in parts."""
+    monkeypatch.setattr(logprob_kernels, "_CHUNK", 384)
+    h, weight, targets = head(6, 700, 40)
+    grad = hard(6, kind="normal", seed=3).to(DEVICE)
+    plain = logprob_kernels.token_logprobs(h, weight, targets, temperature)
+    kept = (
+        torch.full((6, -(-columns // 8) * 8), torch.nan, device=DEVICE),
+        torch.full((6, 6), torch.nan, device=DEVICE),
+    )
+    made = logprob_kernels.token_logprobs(h, weight, targets, temperature, kept)
+    for one, two in zip(made, plain, strict=True):
+        assert_same_bits(one, two)
+    assert not kept[0].isnan().any()
+    gradients = [
+        logprob_kernels.token_logprobs_backward(grad, h, weight, targets, made[1], temperature, k)
+        for k in (None, kept)
+    ]
+    for one, two in zip(*gradients, strict=True):
+        assert relative_rms(two, one) < 2 * unit_error(torch.float32, 700)
+
+
+@pytest.mark.parametrize("lag", [1, 7, 100])
+def test_a_row_in_parts(lag, monkeypatch):
+    """Sums of a part and the result of an older one, also where a program has but one of both."""
+    logits = hard(5, 1500, kind="wide").to(DEVICE)
+    whole = normalize_kernels.log_normalize(logits, 0.7)
+    monkeypatch.setattr(normalize_kernels, "_PART_BLOCKS", 4)
+    monkeypatch.setattr(normalize_kernels, "_LAG", lag)
+    assert_same_bits(normalize_kernels.log_normalize(logits, 0.7), whole)
+    assert_same_bits(normalize_kernels.log_normalize(logits, 0.7, out=logits), whole, "in place")
 
 
 def test_gradient_of_logits_in_parts(monkeypatch):
@@ -108,9 +143,10 @@ def test_parts_and_neighbours_move_no_bit(vocab, monkeypatch):
     """Programs that wait for one another, beside others that take the multiprocessors."""
     logits = hard(600, vocab, kind="wide").cuda()
     whole = log_normalize(logits, 0.7)
-    for blocks, warps in ((8, 4), (16, 8), (32, 4), (128, 8), (256, 16)):
-        monkeypatch.setattr(logprob_kernels, "_PART_BLOCKS", blocks)
-        monkeypatch.setattr(logprob_kernels, "_PART_WARPS", warps)
+    for blocks, warps, lag in ((8, 4, 1), (16, 8, 50), (32, 4, 300), (128, 8, 1000), (256, 16, 1)):
+        monkeypatch.setattr(normalize_kernels, "_PART_BLOCKS", blocks)
+        monkeypatch.setattr(normalize_kernels, "_PART_WARPS", warps)
+        monkeypatch.setattr(normalize_kernels, "_LAG", lag)
         assert_same_bits(log_normalize(logits, 0.7), whole, f"parts of {blocks} blocks")
     monkeypatch.undo()
     streams, busy = [torch.cuda.Stream() for _ in range(3)], torch.randn(4096, 4096, device="cuda")
@@ -183,5 +219,5 @@ def test_same_in_a_graph():
 def test_far_from_zero(offset):
     # padding must neither be the maximum nor add to the sum
     logits = (hard(3, 300, kind="normal") + offset).to(DEVICE)
-    normalized = logprob_kernels.log_normalize(logits, 1.0)
+    normalized = normalize_kernels.log_normalize(logits, 1.0)
     assert (normalized - torch.log_softmax(logits.double(), -1)).abs().max() < 1e-5

@@ -21,6 +21,7 @@ from isomodels.kernels.gated_norm import gated_rms_norm
 from isomodels.kernels.grouped_linear import grouped_linear
 from isomodels.kernels.linear import linear
 from isomodels.kernels.logprob import lm_head, log_normalize, logprobs, token_logprobs
+from isomodels.kernels.logprob_kept import token_logprobs_kept
 from isomodels.kernels.mla_attention import (
     mla_attention,
     paged_mla_attention,
@@ -162,6 +163,7 @@ OPERATIONS: dict[str, Callable[[], Tensor]] = {
     "log_normalize": lambda: log_normalize(X, 0.7),
     "logprobs": lambda: logprobs(X, W, 0.7),
     "token_logprobs": lambda: token_logprobs(X, W, IDS, 0.7)[0],
+    "token_logprobs_kept": lambda: token_logprobs_kept(X, W, IDS, 0.7, 70)[0],
 }
 
 
@@ -325,6 +327,7 @@ def test_operators_under_ahead_of_time_dispatch(name):
         "log_normalize": (log_normalize, (x, 0.7)),
         "logprobs": (logprobs, (x, w, 0.7)),
         "token_logprobs": (token_logprobs, (x, w, ids, 0.7)),
+        "token_logprobs_kept": (token_logprobs_kept, (x, w, ids, 0.7, 70)),
     }
     operator, arguments = args[name]
     torch.library.opcheck(operator, arguments, test_utils="test_aot_dispatch_dynamic")

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from isomodels.kernels.logprob import (
+    VOCAB_BLOCK,
     lm_head,
     log_normalize,
     logits_backward,
@@ -13,6 +14,8 @@ from isomodels.kernels.logprob import (
     token_logprobs,
     token_logprobs_backward,
 )
+from isomodels.kernels.logprob_kept import token_logprobs_kept
+from isomodels.validate.accuracy import assert_close, unit_error
 from isomodels.validate.battery import Place
 from isomodels.validate.bits import Fault
 from isomodels.validate.cases import Case, Inputs, row_operation
@@ -141,6 +144,7 @@ def is_the_head_then_the_normaliser(place: Place) -> None:
 @row_operation(
     "token_logprobs",
     "token_logprobs_backward",
+    "token_logprobs_kept",
     small=((300, 40), (1003, 64), (7, 8)),
     real=((20000, 2048), (MIMO, 1024)),
     kinds=_FINITE,
@@ -183,3 +187,25 @@ def is_the_normalised_logit(place: Place) -> None:
                 fused, _ = token_logprobs(h, weight, targets, temperature)
                 expected = whole.gather(1, targets[:, None])[:, 0]
                 place.same(fused, expected, f"{rows} rows, vocabulary {vocab}, T {temperature}")
+
+
+@chosen.check("parts")
+def what_a_forward_keeps(place: Place) -> None:
+    """A trainer's forward keeps a part of the vocabulary: the same bits, and right gradients."""
+    vocab, hidden = (20000, 2048) if place.on_gpu else (300, 40)
+    draw = Inputs(place, place.sharp, "normal", place.few_rows)
+    (h, weight), targets = _scaled(draw, vocab, hidden), draw.integers(vocab)
+    logprobs, normalizer = token_logprobs(h, weight, targets, TEMPERATURE)
+    half = vocab // 2 // VOCAB_BLOCK * VOCAB_BLOCK
+    for columns in (half,) if place.brief else (0, half, vocab):
+        label = f"{columns} of {vocab} columns kept"
+        made = token_logprobs_kept(h, weight, targets, TEMPERATURE, columns)
+        place.same(made[0], logprobs, label)
+        place.same(made[1], normalizer, f"normaliser, {label}")
+        if place.backend == "torch" or not place.trains:  # the CPU has no operator of its own
+            continue
+        args = (torch.ones_like(logprobs), h, weight, targets, normalizer, TEMPERATURE)
+        plain, kept = token_logprobs_backward(*args), token_logprobs_backward(*args, *made[2:])
+        for name, one, two in zip(("hidden", "weight"), kept, plain, strict=True):
+            bound = 2 * unit_error(h.dtype, vocab)
+            assert_close(one, two.double(), bound, f"gradient of {name}, {label}")
