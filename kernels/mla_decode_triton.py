@@ -26,6 +26,7 @@ from isomodels.kernels.mla_block_triton import (
 from isomodels.kernels.mla_triton import paged_prefill
 
 _PROGRAMS = 1024  # tuning: about how many programs keep the device busy
+_PART_BYTES = 2**30  # tuning: memory for the states of segments
 
 
 def decode_config(dtype: torch.dtype, rank: int, num_heads: int, mapped: bool) -> dict[str, int]:
@@ -146,20 +147,21 @@ def paged_mla_attention(
             f"shape {tuple(latent_cache.shape)}, strides {latent_cache.stride()}"
         )
     q_rope = unit_rows(q_rope)
-    num_tokens, num_seqs = len(q), len(seq_lens)
+    num_tokens, num_heads, rank = q.shape
+    num_seqs = len(seq_lens)
+    max_segments = triton.cdiv(max_seqlen_k, SEGMENT)
+    # States of so many long sequences would not fit: their segments run one after the other.
+    serial = max_segments > 1 and num_seqs * max_segments * num_heads * rank * 4 > _PART_BYTES
     # In a decode batch every row is written; elsewhere padding may follow the last sequence.
-    pure_decode = max_seqlen_q <= 1 and num_tokens <= num_seqs
-    out = (torch.empty_like if pure_decode else torch.zeros_like)(q)
+    dense = max_seqlen_q <= 1 and num_tokens <= num_seqs and not serial
+    out = (torch.empty_like if dense else torch.zeros_like)(q)
     if not num_tokens or not num_seqs:
         return out
-    if max_seqlen_q > 1:
-        paged_prefill(
-            q, q_rope, latent_cache, block_table, cu_seqlens_q, seq_lens, scale, out, tiles
-        )
-    _paged_decode(
-        q, q_rope, latent_cache, block_table, cu_seqlens_q, seq_lens, scale, max_seqlen_k, out,
-        decode,
-    )  # fmt: skip
+    pages = (latent_cache, block_table, cu_seqlens_q, seq_lens)
+    if max_seqlen_q > 1 or serial:
+        paged_prefill(q, q_rope, *pages, scale, out, 1 if serial else 2, tiles)
+    if not serial:
+        _paged_decode(q, q_rope, *pages, scale, max_seqlen_k, out, decode)
     return out
 
 

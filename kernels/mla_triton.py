@@ -116,7 +116,7 @@ def _latent_tiles(
     stride_qt, stride_qh, stride_page, stride_row, stride_rope, stride_table,
     PAGE: tl.constexpr, PAGED: tl.constexpr, TMA: tl.constexpr, SEGMENT: tl.constexpr,
     BLOCK_M: tl.constexpr, N: tl.constexpr, R: tl.constexpr, P: tl.constexpr,
-    WIDTH: tl.constexpr, ROPE: tl.constexpr, ASM: tl.constexpr,
+    WIDTH: tl.constexpr, ROPE: tl.constexpr, ASM: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
     BLOCKS: tl.constexpr = SEGMENT // N
     dim = tl.arange(0, WIDTH)
@@ -133,7 +133,7 @@ def _latent_tiles(
             length = tl.load(seq_lens + seq)
         own = tile * BLOCK_M < num_new * num_heads
         if PAGED:
-            own &= num_new > 1  # a single row is the decode kernel's
+            own &= num_new >= LEAST
         if own:
             table = block_table
             keys_ptr, ropes_ptr = latent_ptr, k_rope_ptr
@@ -230,9 +230,9 @@ def mla_attention(
 
 def paged_prefill(
     q: Tensor, q_rope: Tensor, latent_cache: Tensor, block_table: Tensor, cu_seqlens_q: Tensor,
-    seq_lens: Tensor, scale: float, out: Tensor, config: dict | None = None,
+    seq_lens: Tensor, scale: float, out: Tensor, least: int, config: dict | None = None,
 ) -> None:  # fmt: skip
-    """Fill the rows of `out` [T, heads, R] whose sequences have two or more new tokens."""
+    """Fill the rows of `out` [T, heads, R] whose sequences have `least` or more new tokens."""
     rank, config = q.shape[2], dict(config or {})
     rows, page = page_rows(latent_cache), latent_cache.shape[2]
     maps: tuple[Any, Any] = (None, None)
@@ -244,7 +244,7 @@ def paged_prefill(
     latent, k_rope = latent_cache[..., :rank], latent_cache[..., rank:]
     _launch(
         q, q_rope, latent, k_rope, out, None, cu_seqlens_q, seq_lens, block_table, scale, config,
-        maps, page=page,
+        maps, page=page, least=least,
         strides=(stride_page, stride_row, stride_row, block_table.stride(0)),
     )  # fmt: skip
 
@@ -253,6 +253,7 @@ def _launch(
     q: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, out: Tensor, lse: Tensor | None,
     cu_seqlens: Tensor, seq_lens: Tensor | None, block_table: Tensor | None, scale: float,
     config: dict[str, int], maps: tuple[Any, Any], page: int, strides: tuple[int, ...],
+    least: int = 1,
 ) -> None:  # fmt: skip
     num_tokens, num_heads, rank = q.shape
     rope, num_seqs, rows = q_rope.shape[2], len(cu_seqlens) - 1, config["BLOCK_M"]
@@ -265,5 +266,6 @@ def _launch(
         scale * LOG2E, num_tiles, num_seqs, num_heads, q_rope.stride(0), q_rope.stride(1),
         *strides,
         PAGE=page, PAGED=block_table is not None, TMA=maps[0] is not None, SEGMENT=SEGMENT, N=BLOCK,
-        R=rank, P=rope, WIDTH=width, ROPE=padded(rope), ASM=q.is_cuda, **config,
+        R=rank, P=rope, WIDTH=width, ROPE=padded(rope), ASM=q.is_cuda, LEAST=least,
+        **config,
     )  # fmt: skip

@@ -77,8 +77,9 @@ def test_tiles(page, tmp_path):
     mapped = page != 16
     config = tile_config(torch.bfloat16, RANK, mapped)
     constants = sizes(
-        page or 1, PAGED=page is not None, TMA=mapped, BLOCK_M=config.pop("BLOCK_M"), ASM=True
-    )
+        page or 1, PAGED=page is not None, TMA=mapped, BLOCK_M=config.pop("BLOCK_M"), ASM=True,
+        LEAST=2,
+    )  # fmt: skip
     if page is None:
         constants |= {"seq_lens": None, "block_table": None}
     found, ptx = said(_latent_tiles, constants, config, tmp_path, mapped=mapped)

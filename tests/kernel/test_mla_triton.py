@@ -9,6 +9,7 @@ import itertools
 import os
 import subprocess
 import sys
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -129,6 +130,18 @@ class Case:
         return out[: len(at)], at
 
 
+@contextmanager
+def no_room_for_parts():
+    """The states of segments fit no memory: decode walks them one after the other."""
+    from isomodels.kernels import mla_decode_triton
+
+    room, mla_decode_triton._PART_BYTES = mla_decode_triton._PART_BYTES, 0
+    try:
+        yield
+    finally:
+        mla_decode_triton._PART_BYTES = room
+
+
 def write(latent, k_rope, cache, slots):
     from isomodels.kernels import mla_decode_triton
 
@@ -194,6 +207,9 @@ def check_paged(case, whole, tiles, decodes, decode_rows):
     assert_same(out, whole[at], "decode in a padded batch with a loose bound")
     out, at = case.step(rows[-1:])
     assert_same(out, whole[at], "one decode row alone")
+    with no_room_for_parts():
+        out, at = case.step(rows, padding=3)
+    assert_same(out, whole[at], "decode without room for the states of segments")
     mixed = [*rows[::3], *((s, n // 3, n) for s, n in enumerate(case.lengths) if n > 1)]
     out, at = case.step(mixed, padding=2)
     assert_same(out, whole[at], "decode rows among chunks")
@@ -263,6 +279,9 @@ def interpreted():
         assert_same(out, whole[at], f"step {runs}")
     out, at = case.step([(2, 132, 133), (3, 5, 6), (2, 128, 129)], padding=2)
     assert_same(out, whole[at], "decode")
+    with no_room_for_parts():
+        out, at = case.step([(2, 132, 133), (3, 5, 6), (2, 128, 129)], padding=2)
+    assert_same(out, whole[at], "decode without room for the states of segments")
     case = Case([1, 0, 70, 20], TINY, FP32, "cpu", block_size=64)
     out, at = case.step([(2, 10, 70), (3, 19, 20)])
     assert_same(out, case.packed()[0][at], "pages of whole blocks")

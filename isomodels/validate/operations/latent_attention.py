@@ -124,7 +124,7 @@ class _History:
 @_steps.check("pages")
 def sizes_orders_and_places_of_pages(place: Place) -> None:
     """Where latents lie moves no bit: sizes of pages and their strides, at the sizes of models."""
-    lengths = [300, 2500] if place.on_gpu and not place.brief else [5, 130]
+    lengths = [300, 2500] if place.on_gpu and not place.brief else [5, 70]
     # Each size of page is compiled anew on a GPU.
     shapes = [(_GLM, 16), (_GLM, 64), (_DEEPSEEK, 64)]
     if not place.on_gpu:
