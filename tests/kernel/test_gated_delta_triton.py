@@ -98,7 +98,10 @@ def test_cut_anywhere(sizes, dtype):
     whole = triton_rule.gated_delta_rule(*inputs, bounds(LENGTHS))
     for steps in ([33], [64, 1, 1, 1], [7, 1, 40, 16], [1000]) if GPU else ([63, 1, 1],):
         made = in_steps(inputs, LENGTHS, lambda i, d, steps=steps: steps[(i + d) % len(steps)])
-        assert_same_bits(made, whole, f"steps of {steps}")
+        if GPU:
+            assert_same_bits(made, whole, f"steps of {steps}")
+        else:  # numpy's products follow the shapes of their operands
+            assert relative_rms(made, whole) < unit_error(dtype, 64)
 
 
 @ON_GPU
