@@ -8,8 +8,10 @@ from isomodels.batch import Batch
 from isomodels.kernels.attention import write_kv_cache
 from isomodels.kernels.sigmoid_gate import sigmoid_gate
 from isomodels.layers.attention import AttentionCore
+from isomodels.layers.collectives import enter
 from isomodels.layers.hybrid_config import HybridConfig
 from isomodels.layers.linear import Linear, Placed, RowLinear
+from isomodels.layers.parallel import ALONE, split_kv
 from isomodels.layers.zero_centred import PartialRope
 
 
@@ -31,22 +33,28 @@ class GatedAttention(nn.Module):
 
     def __init__(self, config: HybridConfig, cache_index: int, **placed: Unpack[Placed]):
         super().__init__()
+        parallel = self.parallel = placed.get("layout", ALONE).tensor
         self.head_dim = config.head_dim
-        self.num_heads = config.num_attention_heads
-        self.num_kv_heads = config.num_key_value_heads
-        heads = 2 * (self.num_heads + self.num_kv_heads)
-        self.qkv_proj = Linear(config.hidden_size, heads * self.head_dim, **placed)
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        # of this rank; ranks beyond the number of key heads share them
+        self.num_heads = heads // parallel.size
+        self.num_kv_heads = max(1, kv_heads // parallel.size)
+        ranks = (parallel.rank, parallel.size)
+        shard = split_kv(2 * heads * self.head_dim, kv_heads, self.head_dim, *ranks)
+        width = 2 * (heads + kv_heads) * self.head_dim
+        self.qkv_proj = Linear(config.hidden_size, width, shard=shard, **placed)
         rope = (config.head_dim, config.rotary_dim, config.rope_theta)
         limits = (config.max_position_embeddings, config.rms_norm_eps)
         self.q_norm = PartialRope(*rope, *limits, **placed)
         self.k_norm = PartialRope(*rope, *limits, **placed)
         self.attn = AttentionCore(cache_index, config.head_dim**-0.5)
         self.gate = OutputGate()
-        self.o_proj = RowLinear(self.num_heads * self.head_dim, config.hidden_size, **placed)
+        self.o_proj = RowLinear(heads * self.head_dim, config.hidden_size, **placed)
 
     def forward(self, x: Tensor, positions: Tensor, batch: Batch) -> Tensor:
         """x [T, H], positions [T] -> [T, H]."""
         # the rows of a head are its query and then its gate
+        x = enter(x, self.parallel)
         sizes = (2 * self.num_heads, self.num_kv_heads, self.num_kv_heads)
         heads = self.qkv_proj(x).unflatten(1, (-1, self.head_dim))
         queries, k, v = heads.split(sizes, dim=1)  # [T, 2 heads, D], twice [T, kv_heads, D]

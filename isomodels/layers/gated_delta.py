@@ -3,6 +3,7 @@
 T tokens, HK key heads of K channels, HV value heads of V channels.
 """
 
+from collections.abc import Sequence
 from typing import Unpack
 
 import torch
@@ -14,8 +15,10 @@ from isomodels.kernels.causal_conv import causal_conv, paged_causal_conv
 from isomodels.kernels.delta_gates import delta_gates
 from isomodels.kernels.gated_delta import gated_delta_rule, paged_gated_delta_rule
 from isomodels.kernels.gated_norm import gated_rms_norm
+from isomodels.layers.collectives import enter, sum_gradients
 from isomodels.layers.hybrid_config import HybridConfig
 from isomodels.layers.linear import Linear, Placed, RowLinear, parameter
+from isomodels.layers.parallel import ALONE, TensorParallel, split
 from isomodels.layers.pinned import PinnedParameters
 
 
@@ -35,12 +38,20 @@ def state_layout(
 
 
 class ShortConv(nn.Module):
-    """Depthwise causal convolution and silu; `state_index`: which of the engine's states."""
+    """Depthwise causal convolution and silu over the channels of several parts.
 
-    def __init__(self, channels: int, width: int, state_index: int, **placed: Unpack[Placed]):
+    `state_index`: which of the engine's states.
+    """
+
+    def __init__(
+        self, channels: Sequence[int], width: int, state_index: int, **placed: Unpack[Placed]
+    ):
         super().__init__()
         self.state_index = state_index
-        self.weight = parameter(channels, 1, width, **placed)  # the shape in HF files
+        parallel = placed.get("layout", ALONE).tensor
+        shard = split(channels, parallel.rank, parallel.size)
+        self.weight = parameter(shard.length, 1, width, **placed)  # the shape in HF files
+        self.shards = {"weight": shard} if parallel.size > 1 else {}
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """[T, channels] -> [T, channels]."""
@@ -55,10 +66,12 @@ class ShortConv(nn.Module):
 class DeltaGates(PinnedParameters):
     """Decay and writing strength; their parameters are fp32 in a model of any dtype."""
 
-    def __init__(self, num_heads: int, device: torch.device | None):
+    def __init__(self, num_heads: int, device: torch.device | None, parallel: TensorParallel):
         super().__init__()
-        self.A_log = parameter(num_heads, dtype=torch.float32, device=device)
-        self.dt_bias = parameter(num_heads, dtype=torch.float32, device=device)
+        shard = split([num_heads], parallel.rank, parallel.size)
+        self.A_log = parameter(shard.length, dtype=torch.float32, device=device)
+        self.dt_bias = parameter(shard.length, dtype=torch.float32, device=device)
+        self.shards = {"A_log": shard, "dt_bias": shard} if parallel.size > 1 else {}
 
     def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         """a and b [T, HV] -> (log decay [T, HV] fp32, writing strength [T, HV] fp32)."""
@@ -87,14 +100,18 @@ class DeltaRule(nn.Module):
 class GatedRMSNorm(PinnedParameters):
     """RMSNorm of each head, times the weight as stored, times silu(gate)."""
 
-    def __init__(self, size: int, eps: float, device: torch.device | None):
+    def __init__(
+        self, size: int, eps: float, device: torch.device | None, parallel: TensorParallel
+    ):
         super().__init__()
+        self.parallel = parallel  # each rank norms its own heads
         self.weight = parameter(size, dtype=torch.float32, device=device)
         self.eps = eps
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         """x and gate [T, HV, V] -> [T, HV, V]."""
-        return gated_rms_norm(x, gate, self.weight, self.eps)
+        weight = sum_gradients(self.weight, self.parallel)
+        return gated_rms_norm(x, gate, weight, self.eps)
 
 
 class GatedDeltaNet(nn.Module):
@@ -110,19 +127,23 @@ class GatedDeltaNet(nn.Module):
         self.key_dim, self.value_dim = config.linear_key_head_dim, config.linear_value_head_dim
         heads, device = config.linear_num_value_heads, placed.get("device")
         keys, values = config.linear_num_key_heads * self.key_dim, heads * self.value_dim
-        self.qkv_sizes = (keys, keys, values)
-        # the rows [q | k | v | z | b | a]
-        self.sizes = (2 * keys + values, values, heads, heads)
-        self.in_proj = Linear(config.hidden_size, sum(self.sizes), **placed)
+        parallel = self.parallel = placed.get("layout", ALONE).tensor
+        # the rows [q | k | v | z | b | a], of which each rank has those of its heads
+        rows = (keys, keys, values, values, heads, heads)
+        shard = split(rows, parallel.rank, parallel.size)
+        self.in_proj = Linear(config.hidden_size, sum(rows), shard=shard, **placed)
+        q, k, v, *rest = (size // parallel.size for size in rows)
+        self.qkv_sizes, self.sizes = (q, k, v), (q + k + v, *rest)
         width = config.linear_conv_kernel_dim
-        self.conv1d = ShortConv(2 * keys + values, width, state_index, **placed)
-        self.gates = DeltaGates(heads, device)
+        self.conv1d = ShortConv(rows[:3], width, state_index, **placed)
+        self.gates = DeltaGates(heads, device, parallel)
         self.rule = DeltaRule(state_index)
-        self.norm = GatedRMSNorm(self.value_dim, config.rms_norm_eps, device)
+        self.norm = GatedRMSNorm(self.value_dim, config.rms_norm_eps, device, parallel)
         self.out_proj = RowLinear(values, config.hidden_size, **placed)
 
     def forward(self, x: Tensor, positions: Tensor, batch: Batch) -> Tensor:
         """x [T, H] -> [T, H]; the order of the tokens is all that counts of `positions`."""
+        x = enter(x, self.parallel)
         qkv, z, b, a = self.in_proj(x).split(self.sizes, dim=1)
         q, k, v = self.conv1d(qkv, batch).split(self.qkv_sizes, dim=1)
         q, k = (part.unflatten(1, (-1, self.key_dim)) for part in (q, k))  # [T, HK, K]

@@ -11,6 +11,7 @@ from isomodels.layers.gated_delta import GatedDeltaNet
 from isomodels.layers.hybrid_config import HybridConfig
 from isomodels.layers.linear import Embedding, LMHead, Placed
 from isomodels.layers.mlp import MLP
+from isomodels.layers.parallel import ALONE, LayerStack, check_layout
 from isomodels.layers.zero_centred import ZeroCentredRMSNorm
 
 
@@ -59,11 +60,14 @@ class HybridDecoder(Decoder):
 
     def __init__(self, config: HybridConfig, make_mlp: MakeMLP | None, **placed: Unpack[Placed]):
         nn.Module.__init__(self)  # the same forward over other parts
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, **placed)
-        self.layers = nn.ModuleList(
-            HybridLayer(config, i, make_mlp, **placed) for i in range(config.num_hidden_layers)
-        )
-        self.norm = ZeroCentredRMSNorm(config.hidden_size, config.rms_norm_eps, **placed)
+        stage = placed.get("layout", ALONE).stage
+        if stage.embeds:
+            self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, **placed)
+        indices = stage.layers(config.num_hidden_layers)
+        layers = [HybridLayer(config, i, make_mlp, **placed) for i in indices]
+        self.layers: nn.ModuleList = LayerStack(layers, indices.start)
+        if stage.heads:
+            self.norm = ZeroCentredRMSNorm(config.hidden_size, config.rms_norm_eps, **placed)
 
 
 class HybridCausalLM(CausalLM):
@@ -80,8 +84,11 @@ class HybridCausalLM(CausalLM):
         **placed: Unpack[Placed],
     ):
         nn.Module.__init__(self)
+        self.layout = placed.get("layout", ALONE)
+        check_layout(config, self.layout)
         self.config = config
         self.model = HybridDecoder(config, make_mlp, **placed)
-        self.lm_head = LMHead(
-            config.hidden_size, config.vocab_size, tied=config.tie_word_embeddings, **placed
-        )
+        if self.layout.stage.heads:
+            self.lm_head = LMHead(
+                config.hidden_size, config.vocab_size, tied=config.tie_word_embeddings, **placed
+            )

@@ -259,6 +259,9 @@ def _obstacle(config: Any, ranks: int) -> str | None:
         return f"the {heads} attention heads"
     if kv_heads % ranks and ranks % kv_heads:
         return f"the {kv_heads} key-value heads"
+    linear_heads = getattr(config, "linear_num_key_heads", ranks)
+    if linear_heads % ranks:
+        return f"the {linear_heads} key heads of the recurrent layers"
     if VocabShard(config.vocab_size, ranks - 1, ranks).count == 0:
         return f"the leaves of a vocabulary of {config.vocab_size}"
     return None

@@ -9,8 +9,10 @@ from isomodels.kernels.one_plus import one_plus
 from isomodels.kernels.partial_rope import partial_rope
 from isomodels.kernels.rms_norm import add_rms_norm, rms_norm
 from isomodels.kernels.rope import rope_table
+from isomodels.layers.collectives import sum_gradients
 from isomodels.layers.linear import Placed, parameter
 from isomodels.layers.norm import RMSNorm
+from isomodels.layers.parallel import ALONE
 
 
 class ZeroCentredRMSNorm(RMSNorm):
@@ -18,7 +20,7 @@ class ZeroCentredRMSNorm(RMSNorm):
 
     def forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """See `RMSNorm`."""
-        factor = one_plus(self.weight)
+        factor = one_plus(sum_gradients(self.weight, self.sharing))
         if residual is None:
             return rms_norm(x, factor, self.eps), x
         return add_rms_norm(x, residual, factor, self.eps)
@@ -41,6 +43,7 @@ class PartialRope(nn.Module):
     ):
         super().__init__()
         self.table_key = (rotary_dim, theta, max_positions)
+        self.parallel = placed.get("layout", ALONE).tensor  # each rank norms its own heads
         self.weight = parameter(head_dim, **placed)
         self.eps = eps
         # Made once, here: a forward then runs operators only.
@@ -48,7 +51,8 @@ class PartialRope(nn.Module):
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         """x [T, heads, D], positions [T] int64 -> [T, heads, D]."""
-        return partial_rope(x, positions, self._table(x.device), one_plus(self.weight), self.eps)
+        factor = one_plus(sum_gradients(self.weight, self.parallel))
+        return partial_rope(x, positions, self._table(x.device), factor, self.eps)
 
     # torch.compile then takes the table as it is, and does not look into its making.
     @torch.compiler.assume_constant_result

@@ -23,7 +23,7 @@ def prepare_experts(config: Any, core: nn.Module) -> dict[int, Tensor]:
         Layer index -> the loss [] of the last training forward, before its coefficient; filled by
         the forwards.
     """
-    mark_experts(core, config.expert_model_parallel_size * config.tensor_model_parallel_size)
+    mark_experts(core)
     losses: dict[int, Tensor] = {}
     if config.moe_router_load_balancing_type == "aux_loss" and config.moe_aux_loss_coeff:
         for router in routers(core):
@@ -31,21 +31,18 @@ def prepare_experts(config: Any, core: nn.Module) -> dict[int, Tensor]:
     return losses
 
 
-def mark_experts(core: nn.Module, ranks: int) -> None:
+def mark_experts(core: nn.Module) -> None:
     """Set `allreduce` as Megatron's own experts do.
 
     False has Megatron reduce, clip and store a parameter's gradients among the ranks that hold the
     same experts and see other tokens: with expert parallelism not those of other experts, with
-    tensor parallelism also its ranks, each of which has a slice of the tokens.
-
-    Args:
-        core: the model.
-        ranks: of tensor times expert parallelism.
+    tensor parallelism also its ranks, each of which has a slice of the tokens. It is the same in
+    every layout, so that each has an optimizer of its own for experts, and can load any other's.
     """
     for module in core.modules():
         if isinstance(module, Experts):
             for parameter in module.parameters(recurse=False):
-                parameter.allreduce = ranks == 1  # type: ignore[attr-defined]
+                parameter.allreduce = False  # type: ignore[attr-defined]
 
 
 def _attach(

@@ -252,11 +252,6 @@ def build_core(
     model = load_object(spec.model)
     if layout.whole and not layout.tensor.sequence:
         return model(config, dtype=dtype, device=device, carry_mtp=True)
-    if spec.family == "hybrid":
-        raise UnsupportedError(
-            f"{spec.architecture} is trained with data parallelism only: set tensor, pipeline and "
-            "expert parallel sizes to 1"
-        )
     check_layout(config, layout)
     return model(config, dtype=dtype, device=device, carry_mtp=True, layout=layout)
 

@@ -27,8 +27,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from isomodels.errors import CheckpointError, HostError, UnsupportedError
 
-# fully_sharded_model_space, Megatron's default, raises on save.
-_OPTIMIZER_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable"}
+# fully_sharded_model_space, Megatron's default, raises on save. Names without the number of an
+# optimizer among several: other layouts have others.
+_OPTIMIZER_FORMAT = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "chained_optim_avoid_prefix": True,
+}
 
 
 def save(path: str | Path, models: Sequence[Any], optimizer: Any, steps: int) -> None:

@@ -43,6 +43,36 @@ def test_dense_over_ranks(four_ranks, tiny, architecture, size, sequence, dtype)
                 assert_same_bits(got[case], expected[case], case)
 
 
+@pytest.mark.parametrize(
+    ("architecture", "how"),
+    [
+        ("Qwen3_5ForCausalLM", {"sequence": False}),
+        ("Qwen3_5ForCausalLM", {"sequence": True}),
+        ("Qwen3_5MoeForCausalLM", {"sequence": True, "experts": 2}),
+        ("Qwen3NextForCausalLM", {"sequence": False, "experts": 2}),
+    ],
+)
+def test_hybrids_over_ranks(four_ranks, tiny, architecture, how):
+    fields = {
+        "num_hidden_layers": 4,
+        "full_attention_interval": 2,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+    }
+    path = tiny(architecture, "bfloat16", **fields)
+    expected = alone(four_ranks, path)
+    for got in run(four_ranks, path, ranks=2, **how):
+        for case in CASES:
+            assert_same_bits(got[case], expected[case], case)
+    path = tiny(architecture, "float32", **fields)
+    expected = alone(four_ranks, path, gradients=True)["gradients"]
+    got = run(four_ranks, path, ranks=2, gradients=True, **how)[0]["gradients"]
+    assert got.keys() == expected.keys()
+    for name, gradient in expected.items():
+        scale = float(gradient.abs().max())
+        torch.testing.assert_close(got[name], gradient, atol=1e-5 * scale, rtol=0, msg=name)
+
+
 LAYOUTS = [
     {"sequence": False},
     {"sequence": True, "experts": 2},

@@ -25,6 +25,7 @@ CASES = [
 ]
 
 
+@pytest.mark.timeout(900)  # five processes start, on as few cores as there are
 @pytest.mark.parametrize(("architecture", "trainer", "engine"), CASES)
 def test_any_trainer_layout_against_any_engine_layout(tiny, architecture, trainer, engine):
     report = run_parity(

@@ -14,12 +14,20 @@ from isomodels.parity.ranks import Ranks
 from tests.megatron.bits import assert_all_same_bits
 
 LAYERS = {"num_hidden_layers": 4}
+HYBRID = {
+    **LAYERS,
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
 MODELS = {
     "qwen3": ("Qwen3ForCausalLM", {**LAYERS, "tie_word_embeddings": True}),
     "mimo": ("MiMoForCausalLM", LAYERS),
     "qwen3_moe": ("Qwen3MoeForCausalLM", LAYERS),
     "deepseek": ("DeepseekV3ForCausalLM", LAYERS),
     "glm": ("Glm4MoeLiteForCausalLM", LAYERS),
+    "qwen3_5": ("Qwen3_5ForCausalLM", HYBRID),
+    "qwen3_next": ("Qwen3NextForCausalLM", HYBRID),
 }
 CASES = ("forward", "score", "recompute")
 ALONE: dict[tuple, dict[str, Any]] = {}
@@ -53,9 +61,14 @@ EXPERTS = [
     ("glm", "bfloat16", "tp2,sp"),
     ("glm", "bfloat16", "tp2,sp,pp2,ep2"),
 ]
+HYBRIDS = [
+    ("qwen3_5", "bfloat16", "tp2,sp"),
+    ("qwen3_5", "bfloat16", "pp2"),
+    ("qwen3_next", "bfloat16", "tp2,ep2"),
+]
 
 
-@pytest.mark.parametrize(("model", "dtype", "layout"), [*DENSE, *EXPERTS])
+@pytest.mark.parametrize(("model", "dtype", "layout"), [*DENSE, *EXPERTS, *HYBRIDS])
 def test_every_rank_has_the_bits_of_one_process(trainers, tiny, sequences, model, dtype, layout):
     architecture, fields = MODELS[model]
     path = tiny(architecture, dtype, **fields)

@@ -10,6 +10,8 @@ from isomodels.hybrid.qwen3_5.config import Qwen3_5Config
 from isomodels.layers.carried import CarriedTensors
 from isomodels.layers.hybrid_decoder import HybridCausalLM
 from isomodels.layers.hybrid_weights import mtp_shapes
+from isomodels.layers.linear import Placed
+from isomodels.layers.parallel import ALONE, Layout
 
 
 class Qwen3_5ForCausalLM(HybridCausalLM):
@@ -22,7 +24,9 @@ class Qwen3_5ForCausalLM(HybridCausalLM):
         dtype: torch.dtype,
         device: torch.device | None = None,
         carry_mtp: bool = False,
+        layout: Layout = ALONE,
     ):
-        super().__init__(config, dtype=dtype, device=device)
-        if carry_mtp and config.mtp_num_hidden_layers:
+        placed: Placed = {"dtype": dtype, "device": device, "layout": layout}
+        super().__init__(config, **placed)
+        if carry_mtp and config.mtp_num_hidden_layers and layout.stage.heads:
             self.mtp = CarriedTensors(mtp_shapes(config), dtype, device)

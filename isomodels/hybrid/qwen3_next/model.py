@@ -13,6 +13,7 @@ from isomodels.layers.hybrid_decoder import HybridCausalLM
 from isomodels.layers.hybrid_moe import make_moe, moe_shapes
 from isomodels.layers.hybrid_weights import mtp_shapes
 from isomodels.layers.linear import Placed
+from isomodels.layers.parallel import ALONE, Layout
 
 
 class Qwen3NextForCausalLM(HybridCausalLM):
@@ -25,12 +26,13 @@ class Qwen3NextForCausalLM(HybridCausalLM):
         dtype: torch.dtype,
         device: torch.device | None = None,
         carry_mtp: bool = False,
+        layout: Layout = ALONE,
     ):
-        placed: Placed = {"dtype": dtype, "device": device}
+        placed: Placed = {"dtype": dtype, "device": device, "layout": layout}
 
         def make_mlp(layer_index: int) -> nn.Module:
             return make_moe(config, layer_index, **placed)
 
         super().__init__(config, make_mlp=make_mlp, **placed)
-        if carry_mtp and config.mtp_num_hidden_layers:
+        if carry_mtp and config.mtp_num_hidden_layers and layout.stage.heads:
             self.mtp = CarriedTensors(mtp_shapes(config, moe_shapes(config)), dtype, device)
