@@ -1,6 +1,6 @@
-"""Layers cut for tensor parallelism: ranks hold column shards and fold the partial sums they made.
+"""The arithmetic of layers cut for tensor parallelism, in one process: column shards, folded sums.
 
-No host runs this yet; the layers' arithmetic already allows it, bit for bit.
+Over real ranks: tests/parallel.
 """
 
 import pytest

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from isomodels.batch import Batch
 from isomodels.checkpoint import load_into, open_checkpoint
 from isomodels.layers import collectives
+from isomodels.layers.linear import Embedding
 from isomodels.layers.parallel import ExpertParallel, Layout, TensorParallel, shards
 from isomodels.registry import load_object
 
@@ -56,6 +57,15 @@ class CoreRank:
                 core.token_logprobs(hidden, outside)
             seen.append(error.type.__name__)
         return tuple(seen)
+
+    def negative_zeros(self, ranks: int, sequence: bool) -> bool | None:
+        """Whether rows of -0 come out of a cut embedding as they are."""
+        if self.rank >= ranks:
+            return None
+        layout = self.layout(ranks, sequence, 1, False)
+        table = Embedding(1003, 8, dtype=torch.bfloat16, layout=layout).requires_grad_(False)
+        table.weight.fill_(-0.0)
+        return bool(table(tokens([12], 1003)[0]).signbit().all())
 
     def traffic(self, ranks: int, rows: int, columns: int) -> int | None:
         """Bytes that this rank receives to fold fp32 partial sums and round them to bfloat16."""

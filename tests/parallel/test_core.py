@@ -129,6 +129,13 @@ def test_bytes_on_the_wire(four_ranks, size):
     assert [b for b in four_ranks.results() if b is not None] == [(size - 1) * columns * 4] * size
 
 
+@pytest.mark.parametrize("sequence", [False, True], ids=["tp", "sp"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_negative_zeros_of_the_embedding(four_ranks, size, sequence):
+    four_ranks.submit("negative_zeros", size, sequence)
+    assert [one for one in four_ranks.results() if one is not None] == [True] * size
+
+
 def test_a_target_outside_the_vocabulary_is_refused_by_every_rank(tiny):
     with Ranks("core", CORE, 2) as ranks:
         ranks.results()
