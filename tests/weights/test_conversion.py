@@ -113,6 +113,49 @@ def test_row_66_of_the_field_reports_there_and_back_is_the_same(source, tmp_path
     assert digest(path) == before
 
 
+@pytest.mark.parametrize("target", ["hf", "megatron"])
+def test_row_68_of_the_field_reports_a_head_that_is_tied_and_repeated(tmp_path, target) -> None:
+    """A Hugging Face copy keeps it; Megatron has one tensor, and none is repeated after that."""
+    path = make_qwen3(tmp_path / "hf", BF16, tied=True)
+    found = load_file(path / "model.safetensors")
+    found["lm_head.weight"] = found["model.embed_tokens.weight"].clone()
+    save_file(found, path / "model.safetensors", metadata={"format": "pt"})
+    there = convert_checkpoint(path, tmp_path / "there", to=target)
+    assert "core.lm_head.weight" not in {name for name, _ in there.stored}
+    convert_checkpoint(there, tmp_path / "back")
+    expected = raw_folder(path)
+    if target == "megatron":
+        del expected["lm_head.weight"]
+    assert raw_folder(tmp_path / "back") == expected
+
+
+def test_row_63_of_the_field_reports_float8_is_multiplied_on_the_way(tmp_path) -> None:
+    block, weights = (32, 48), {}
+    path = make_latent("deepseek", tmp_path / "hf", BF16)
+    for name, tensor in load_file(path / "model.safetensors").items():
+        if ".experts." in name:
+            counts = [-(-size // by) for size, by in zip(tensor.shape, block, strict=True)]
+            generator = torch.Generator().manual_seed(len(weights))
+            scales = torch.rand(counts, generator=generator) + 0.1
+            stored = tensor.float().to(torch.float8_e4m3fn)
+            weights |= {name: stored, f"{name}_scale_inv": scales}
+        else:
+            weights[name] = tensor
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    quantisation = {"fmt": "e4m3", "quant_method": "fp8", "activation_scheme": "dynamic"}
+    edit_config(path, quantization_config={**quantisation, "weight_block_size": list(block)})
+    convert_checkpoint(path, tmp_path / "there", to="megatron")
+    convert_checkpoint(tmp_path / "there", tmp_path / "back")
+    assert "quantization_config" not in (tmp_path / "back" / "config.json").read_text()
+    for name, tensor in load_file(tmp_path / "back" / "model.safetensors").items():
+        expected = weights[name]
+        if f"{name}_scale_inv" in weights:
+            rows, columns = torch.meshgrid(*map(torch.arange, tensor.shape), indexing="ij")
+            factor = weights[f"{name}_scale_inv"][rows // block[0], columns // block[1]]
+            expected = (expected.float() * factor).bfloat16()
+        assert raw(tensor) == raw(expected), name
+
+
 def test_ten_conversions_in_a_row(source, tmp_path) -> None:
     path = source("glm")
     before, current = digest(path), path

@@ -18,6 +18,8 @@ from isomodels.parity.ranks import Ranks
 from isomodels.stored_weights import open_weights
 from isomodels.weights_conv import dist_write
 from isomodels.weights_conv.bits import same_bits
+from tests.checkpoints import make_mimo, make_qwen3
+from tests.moe.mla.models import make as make_latent
 from tests.weights.support import raw_folder
 from tests.weights.test_conversion import MAKERS, digest
 
@@ -67,16 +69,23 @@ def test_convert_reads_what_megatron_saves(tmp_path: Path, kind) -> None:
     assert digest(tmp_path / "dist") == before
 
 
-LAYOUTS = [("qwen3-tied", "tp2,pp2"), ("mimo", "tp4,sp"), ("glm", "tp2,sp,ep2")]
+WIDE = {"vocab_size": 1003}  # leaves for each rank, of unequal sizes
+LAYOUTS = {
+    "tp2,pp2": lambda path: make_qwen3(
+        path, torch.bfloat16, tied=True, num_hidden_layers=2, **WIDE
+    ),
+    "tp4,sp": lambda path: make_mimo(path, torch.bfloat16, **WIDE),
+    "tp2,sp,ep2": lambda path: make_latent("glm", path, torch.bfloat16, **WIDE),
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "layout"), LAYOUTS)
-def test_real_ranks_of_any_layout(tmp_path: Path, monkeypatch, pytestconfig, kind, layout) -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_real_ranks_of_any_layout(tmp_path: Path, monkeypatch, pytestconfig, layout) -> None:
     """Reads what ranks of a layout saved, and ranks of a layout read what it writes."""
     monkeypatch.setenv("PYTHONPATH", str(pytestconfig.rootpath))
     monkeypatch.setattr(dist_write, "_CHUNK_SIZE", 5000)
-    path = MAKERS[kind](tmp_path / "hf")
+    path = LAYOUTS[layout](tmp_path / "hf")
     saved = tmp_path / "saved"
     count = Degrees.parse(layout).ranks
     with Ranks("loader", "tests.weights.loader_rank:LoaderRank", count) as ranks:
