@@ -16,7 +16,7 @@ from isomodels.layers.linear import Embedding
 from isomodels.layers.parallel import ExpertParallel, Layout, TensorParallel, shards
 from isomodels.registry import load_object
 
-CASES = ("logits", "logprobs", "token_logprobs")
+TREE = collectives.tree
 
 
 class CoreRank:
@@ -102,10 +102,15 @@ class CoreRank:
         replicated: bool = False,
         small: int | None = None,
         gradients: bool = False,
+        fault: bool = False,
     ) -> dict[str, Any] | None:
-        """Bits of every result, as this rank sees them; gradients as whole tensors."""
+        """Bits of every result, as this rank sees them; gradients as whole tensors.
+
+        `fault`: partial sums are added from the first rank to the last, not by the tree.
+        """
         if self.rank >= ranks:
             return None
+        collectives.tree = collectives.in_rank_order if fault else TREE
         if small is not None:
             collectives.SMALL_MESSAGE = small
         checkpoint = open_checkpoint(Path(path))

@@ -43,6 +43,14 @@ def test_dense_over_ranks(four_ranks, tiny, architecture, size, sequence, dtype)
                 assert_same_bits(got[case], expected[case], case)
 
 
+def test_another_order_of_the_ranks_is_seen(four_ranks, tiny):
+    path = tiny("MiMoForCausalLM", "float32")
+    expected = alone(four_ranks, path)
+    got = run(four_ranks, path, ranks=4, fault=True)[0]
+    with pytest.raises(AssertionError, match=r"token_logprobs: [0-9]+ of 120 differ"):
+        assert_same_bits(got["token_logprobs"], expected["token_logprobs"], "token_logprobs")
+
+
 @pytest.mark.parametrize(
     ("architecture", "how"),
     [
