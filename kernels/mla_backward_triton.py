@@ -40,15 +40,20 @@ def mla_attention_backward(
     size = common_size(nope + rope, value)
     expanded = linear(latent, kv_b).view(num_tokens, num_heads, nope + value)
 
+    # Triton makes a constant of an argument that is 1, on which those kernels do not compile: a
+    # single head gets one of zeros beside it, whose gradients are zeros.
+    spare = int(num_heads == 1)
+
     def filled(*parts: Tensor) -> Tensor:
         """Parts of a head [T, heads, D], side by side, then zeros."""
-        return F.pad(torch.cat(parts, 2), (0, size - sum(x.shape[2] for x in parts)))
+        return F.pad(torch.cat(parts, 2), (0, size - sum(x.shape[2] for x in parts), 0, spare))
 
     keys = filled(expanded[..., :nope], k_rope.unsqueeze(1).expand(-1, num_heads, -1))
     values, queries = filled(expanded[..., nope:]), filled(q_nope, q_rope)
-    dq, dk, dv = attention_backward(
-        filled(grad), queries, keys, values, cu_seqlens, filled(out), lse, scale
+    found = attention_backward(
+        filled(grad), queries, keys, values, cu_seqlens, filled(out), F.pad(lse, (0, spare)), scale
     )
+    dq, dk, dv = (x[:, :num_heads] for x in found)
     # The rotated key is one for all heads.
     dk_rope = dk[..., nope : nope + rope].sum(1, dtype=torch.float32).to(k_rope.dtype)
     dexpanded = torch.cat((dk[..., :nope], dv[..., :value]), 2).flatten(1)  # [T, heads * (n + V)]

@@ -28,7 +28,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
 # (heads, nope, rope, value size, rank): GLM-4.7-Flash, DeepSeek-V3, and sizes off every tile
 GLM, DEEPSEEK = (20, 192, 64, 256, 512), (128, 128, 64, 128, 512)
 ODD, SMALL = (5, 24, 8, 40, 48), (4, 32, 16, 32, 128)
-TINY = (3, 24, 8, 40, 48)
+TINY, SINGLE = (3, 24, 8, 40, 48), (1, 32, 16, 32, 128)
 LENGTHS = [1, 17, 128, 129, 0, 700, 2048, 2049, 4500]  # around a block, a segment, and several
 ORDERS = [(0, 1, 2, 3), (0, 2, 1, 3), (1, 0, 2, 3)]
 TILES = [
@@ -286,10 +286,11 @@ def interpreted():
     out, at = case.step([(2, 10, 70), (3, 19, 20)])
     assert_same(out, case.packed()[0][at], "pages of whole blocks")
     check_gradients(case, 1e-6)
+    check_gradients(Case([1, 0, 20], SINGLE, FP32, "cpu"), 1e-6)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("sizes", [GLM, DEEPSEEK, SMALL, ODD])
+@pytest.mark.parametrize("sizes", [GLM, DEEPSEEK, SMALL, ODD, SINGLE])
 def test_one_function(sizes):
     case = Case(LENGTHS if sizes != DEEPSEEK else LENGTHS[:-1], sizes, BF16, "cuda")
     whole = check_packed(case, TILES)
@@ -321,7 +322,7 @@ def test_pages(block_size, order):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("sizes", [GLM, DEEPSEEK, SMALL, ODD])
+@pytest.mark.parametrize("sizes", [GLM, DEEPSEEK, SMALL, ODD, SINGLE])
 def test_accuracy_and_gradients(sizes):
     case = Case([1, 17, 0, 300, 1000], sizes, BF16, "cuda")
     check_accuracy(case, 8e-3)
@@ -329,8 +330,9 @@ def test_accuracy_and_gradients(sizes):
 
 
 @pytest.mark.gpu
-def test_accuracy_and_gradients_in_float32():
-    case = Case([1, 17, 0, 300, 700], SMALL, FP32, "cuda")
+@pytest.mark.parametrize("sizes", [SMALL, SINGLE])
+def test_accuracy_and_gradients_in_float32(sizes):
+    case = Case([1, 17, 0, 300, 700], sizes, FP32, "cuda")
     check_accuracy(case, 1e-5)
     check_gradients(case, 1e-5)
 
