@@ -101,9 +101,20 @@ class Remote:
         return not self._answers.empty()
 
     def kill(self) -> None:
-        """End the process at once, in the middle of whatever it does."""
+        """End the process at once, in the middle of whatever it does, and those it started.
+
+        Megatron saves with helper processes, which would outlive it.
+        """
+        import psutil  # type: ignore[import-untyped]
+
+        started: list[Any] = []
+        with contextlib.suppress(psutil.NoSuchProcess):
+            started = psutil.Process(self._process.pid).children(recursive=True)
         self._process.kill()
         self._process.join()
+        for one in started:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
 
     def _read(self) -> None:
         with contextlib.suppress(EOFError, OSError):
