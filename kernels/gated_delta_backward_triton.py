@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from isomodels.kernels.common_triton import log2_ceil, rows_of
+from isomodels.kernels.common_triton import log2_ceil
 from isomodels.kernels.gated_delta_chunk import CHUNK, NORM_EPS
-from isomodels.kernels.gated_delta_triton import Shape, Tiles, prepare, walk
+from isomodels.kernels.gated_delta_triton import Shape, Tiles, plain, prepare, walk
 
 WALK_BACK = Tiles(64, 4, 2)
 
@@ -261,7 +261,7 @@ def gated_delta_rule_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, bounds: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, g and beta, as `isomodels::gated_delta_rule_backward`."""
-    grad, q, k, v, g, beta = (rows_of(x) for x in (grad, q, k, v, g, beta))
+    grad, q, k, v, g, beta = (plain(x) for x in (grad, q, k, v, g, beta))
     shape = Shape.of(k, v)
     dq, dk, dv, dg, dbeta = (
         torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v, g, beta)
@@ -282,6 +282,7 @@ def gated_delta_rule_backward(
         HK=shape.num_k_heads, HV=heads, KP=kp, V=shape.value_dim, BV=tiles.channels,
         STAGES=tiles.stages, num_warps=tiles.warps,
     )  # fmt: skip
+    vp = max(16, 2 ** log2_ceil(shape.value_dim))
     chunk_gradients[(count, shape.num_k_heads)](
         grad, q, k, v, chunks.table, chunks.first, chunks.sums, chunks.betas,
         chunks.queries, chunks.units, states, dstates, rows, drights,
@@ -289,7 +290,7 @@ def gated_delta_rule_backward(
         grad.stride(0), grad.stride(1), q.stride(0), q.stride(1), k.stride(0), k.stride(1),
         v.stride(0), v.stride(1), shape.scale, NORM_EPS,
         HK=shape.num_k_heads, GROUP=heads // shape.num_k_heads, K=shape.key_dim, KP=kp,
-        V=shape.value_dim, VP=max(16, 2 ** log2_ceil(shape.value_dim)), num_warps=8,
+        V=shape.value_dim, VP=vp, num_warps=8,
     )  # fmt: skip
     keys = shape.num_k_heads * shape.key_dim
     _clear_rest[(1,)](

@@ -91,6 +91,19 @@ class Chunks(NamedTuple):
     open_t: Tensor
 
 
+def plain(x: Tensor) -> Tensor:
+    """`x`, or a copy of it where its storage would need kernels of its own.
+
+    Views of a model's projections have rows and heads at multiples of 16 bytes.
+    """
+    x = rows_of(x)
+    strides = [s for s, n in zip(x.stride()[:-1], x.shape[:-1], strict=True) if n > 1]
+    aligned = x.is_contiguous() or all(s * x.element_size() % 16 == 0 for s in strides)
+    if aligned and x.data_ptr() % 16 == 0:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
 def prepare(
     q: Tensor, k: Tensor, g: Tensor, beta: Tensor, bounds: Tensor, out: Tensor, shape: Shape,
     pages: Pages | None = None,
@@ -185,7 +198,7 @@ def gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, bounds: Tensor
 ) -> Tensor:
     """Packed whole sequences, as `isomodels::gated_delta_rule`."""
-    q, k, v, g, beta = (rows_of(x) for x in (q, k, v, g, beta))
+    q, k, v, g, beta = (plain(x) for x in (q, k, v, g, beta))
     shape = Shape.of(k, v)
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     if out.numel() and len(bounds) > 1:
@@ -202,7 +215,7 @@ def paged_gated_delta_rule(
 
     Sequences of one new token are decoded, those of more go by chunks: both give the same bits.
     """
-    q, k, v, g, beta = (rows_of(x) for x in (q, k, v, g, beta))
+    q, k, v, g, beta = (plain(x) for x in (q, k, v, g, beta))
     shape = Shape.of(k, v)
     make = torch.empty if max_seqlen_q > 1 else torch.zeros  # rows of padding are zero
     out = make(v.shape, dtype=v.dtype, device=v.device)

@@ -18,6 +18,7 @@ GPU = DEVICE == "cuda"
 DTYPES = (torch.float32, torch.bfloat16) if GPU else (torch.float32,)
 MODEL = (2, 4, 128, 128)  # key heads, value heads, key and value size
 SMALL = ((2, 4, 16, 24), (1, 1, 32, 8)) if GPU else ((1, 2, 16, 16),)
+FORMS = [*itertools.product(SMALL, DTYPES), *[(MODEL, torch.bfloat16)] * GPU]
 LENGTHS = [1, 3, 4, 5, 0, 63, 64, 65, 127, 1000] if GPU else [3, 0, 67]
 
 
@@ -80,8 +81,7 @@ def in_steps(inputs, lengths: list[int], size_of) -> Tensor:
     return out
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("sizes", [*SMALL, *[MODEL] * GPU])
+@pytest.mark.parametrize(("sizes", "dtype"), FORMS)
 def test_accuracy(sizes, dtype):
     inputs = draw(sum(LENGTHS), sizes, dtype)
     made = triton_rule.gated_delta_rule(*inputs, bounds(LENGTHS))
@@ -91,8 +91,7 @@ def test_accuracy(sizes, dtype):
     assert relative_rms(made, exact) < unit_error(dtype, 64) + sums
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("sizes", [*SMALL, *[MODEL] * GPU])
+@pytest.mark.parametrize(("sizes", "dtype"), FORMS)
 def test_cut_anywhere(sizes, dtype):
     inputs = draw(sum(LENGTHS), sizes, dtype, seed=1)
     whole = triton_rule.gated_delta_rule(*inputs, bounds(LENGTHS))
@@ -180,8 +179,7 @@ def test_the_check_of_a_kept_state_can_fail():
         assert (bits(rest) != bits(whole[101:])).any(), f"tensor {spoiled}"
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("sizes", [*SMALL[:1], *[MODEL] * GPU])
+@pytest.mark.parametrize(("sizes", "dtype"), [(MODEL if GPU else SMALL[0], DTYPES[-1])])
 def test_gradients(sizes, dtype):
     lengths = [1, 0, 66, 3, 130] if GPU else [3, 66]
     count = sum(lengths)
