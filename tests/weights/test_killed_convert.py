@@ -168,11 +168,15 @@ def test_two_commands_into_one_folder(source: Path, tmp_path: Path) -> None:
         finally:
             os._exit(1)
     assert os.read(writing[0], 1)  # the first tensor is written
-    for _ in range(2):
-        with pytest.raises(CheckpointError, match=f"^another process is writing {out}: wait for"):
-            convert_checkpoint(source, out, to="megatron")
-    os.write(go_on[1], bytes(200))
-    assert os.waitpid(child, 0)[1] == 0
+    try:
+        for _ in range(2):
+            message = f"^another process is writing {out}: wait for"
+            with pytest.raises(CheckpointError, match=message):
+                convert_checkpoint(source, out, to="megatron")
+    finally:
+        os.write(go_on[1], bytes(200))
+        status = os.waitpid(child, 0)[1]
+    assert status == 0
     assert_whole(out, source)
     assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
     for end in (*writing, *go_on):
