@@ -87,7 +87,10 @@ def contract_for(
             "cases": CASES,
             "forms": forms,
             "schedules": schedules_of(forms, where["backend"]),
-            "layouts": _layouts(spec, config),
+            "layouts": {
+                "tensor_parallel": tensor_degrees(config),
+                "expert_parallel": expert_degrees(config),
+            },
         },
         deployment={
             "isomodels": __version__,
@@ -96,15 +99,6 @@ def contract_for(
             "host": dict(host or {}),
         },
     )
-
-
-def _layouts(spec: ArchSpec, config: Any) -> dict[str, Any]:
-    """The degrees of parallelism that move no bit; any number of stages and of replicas."""
-    whole = spec.family == "hybrid"  # its recurrent layers are not cut
-    return {
-        "tensor_parallel": [1] if whole else tensor_degrees(config),
-        "expert_parallel": [1] if whole else expert_degrees(config),
-    }
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -191,5 +191,6 @@ def print_report(report: Report, console: "Console") -> None:
     else:
         failed = ", ".join(report.failed())
         console.print(
-            f"[red]Failed: {failed}[/red]. No host starts on this device until they pass."
+            f"[red]Failed: {failed}[/red]. No model that runs them starts on this device until "
+            "they pass."
         )
