@@ -17,6 +17,7 @@ from isomodels.layers.parallel import ExpertParallel, Layout, TensorParallel, sh
 from isomodels.registry import load_object
 
 TREE = collectives.tree
+SMALL_MESSAGE = collectives.SMALL_MESSAGE
 
 
 class CoreRank:
@@ -71,6 +72,7 @@ class CoreRank:
         """Bytes that this rank receives to fold fp32 partial sums and round them to bfloat16."""
         if self.rank >= ranks:
             return None
+        collectives.SMALL_MESSAGE = SMALL_MESSAGE
         received, moves = [0], (collectives.all_gather, collectives.all_to_all)
 
         def gather(x: Tensor, parallel: TensorParallel) -> Tensor:
@@ -111,8 +113,7 @@ class CoreRank:
         if self.rank >= ranks:
             return None
         collectives.tree = collectives.in_rank_order if fault else TREE
-        if small is not None:
-            collectives.SMALL_MESSAGE = small
+        collectives.SMALL_MESSAGE = SMALL_MESSAGE if small is None else small
         checkpoint = open_checkpoint(Path(path))
         layout = self.layout(ranks, sequence, experts, replicated)
         core = load_object(checkpoint.spec.model)(

@@ -240,7 +240,7 @@ class LatentEngine(Engine):
     def __init__(self, model: torch.nn.Module, lengths: list[int], block_size: int = 16):
         config = model.config
         width = (config.kv_lora_rank + config.qk_rope_head_dim) // 2
-        self.model = model
+        self.model, self.device = model, "cpu"
         self.pages = [
             Pages(lengths, 1, width, block_size, config.torch_dtype, order=(0, 2, 1, 3))
             for _ in range(config.num_hidden_layers)
