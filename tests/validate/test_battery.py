@@ -37,13 +37,18 @@ def test_an_operation_without_a_kind_of_check_is_named(monkeypatch: pytest.Monke
 
 
 INTERPRETS = find_spec("triton") is not None and not torch.cuda.is_available()
+# Minutes in the interpreter, which `tests/kernel` runs their kernels in as well.
+LONG = {"mla_attention", "paged_mla_attention", "gated_delta_rule", "paged_gated_delta_rule"}
 
 
 @pytest.fixture(scope="module")
 def interpreted_report(tmp_path_factory: pytest.TempPathFactory):
     """Started before the battery on the CPU, which then runs beside it."""
     file = tmp_path_factory.mktemp("interpreted") / "report.json"
-    process = start_interpreted(["--json", str(file)]) if INTERPRETS else None
+    place = Place(torch.device("cpu"), interpreted=True)
+    names = [n for n, op in load_operations().items() if op.runs_on(place) and n not in LONG]
+    chosen = [word for name in names for word in ("--operation", name)]
+    process = start_interpreted(["--json", str(file), *chosen]) if INTERPRETS else None
     yield process, file
     if process is not None and process.poll() is None:
         process.kill()
@@ -83,6 +88,16 @@ def test_the_triton_kernels_in_the_interpreter(interpreted_report) -> None:
     assert "Not kept" in output
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not INTERPRETS, reason="no Triton, or the kernels run on the GPU itself")
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", sorted(LONG))
+def test_the_long_ones_in_the_interpreter(name: str) -> None:
+    process = start_interpreted(["--operation", name])
+    output, _ = process.communicate()
+    assert process.returncode == 0, output[-3000:]
+
+
 @pytest.mark.skipif(not INTERPRETS, reason="no Triton, or the kernels run on the GPU itself")
 def test_a_wrong_index_or_mask_shows_in_the_interpreter() -> None:
     run = subprocess.run(
@@ -108,7 +123,7 @@ from isomodels.validate.start import interpreted
 text = Path(module.__file__).read_text()
 for right, wrong in (
     ("row * stride + width + columns", "row * stride + columns"),
-    ("mask = columns < width", "mask = columns < width - 1"),
+    ("(columns < width)", "(columns < width - 1)"),
     ("dup = grad * gate * sigmoid", "dup = grad * gate"),
     ("", ""),
 ):

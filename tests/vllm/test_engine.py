@@ -215,7 +215,7 @@ def test_no_operation_of_vllm_is_built(pair):
     """Row 9 and its like: no layer of vLLM, so no kernel that it might choose."""
     engine, _ = pair
     owners = {type(module).__module__.partition(".")[0] for module in engine._model.modules()}
-    assert owners == {"isomodels", "torch"}
+    assert owners - {"torch"} == {"isomodels"}
 
 
 def test_profiling_run(pair):
