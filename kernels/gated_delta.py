@@ -126,7 +126,7 @@ def gated_delta_rule(
     _check(q, k, v, g, beta)
     bounds = cu_seqlens.tolist()
     counts = [end - start for start, end in itertools.pairwise(bounds)]
-    layout = _layout_of(k, v)
+    layout = _layout_of(k, v, "cpu")
     with one_thread():
         fresh = State(*(k.new_zeros(len(counts), *s, dtype=d) for s, d in layout))
         return run_rows(q, k, v, g, beta, bounds[:-1], counts, [0] * len(counts), fresh)
@@ -174,7 +174,7 @@ def paged_gated_delta_rule(
     """
     _check(q, k, v, g, beta)
     pages = (boundary, keys, updates, decays)
-    _check_pages(k, v, pages)
+    _check_pages(k, v, pages, "cpu")
     edges = list(itertools.pairwise(cu_seqlens_q.tolist()))
     lengths, all_slots = seq_lens.tolist(), slots.tolist()
     live = [i for i, (start, end) in enumerate(edges) if end > start]
@@ -206,13 +206,13 @@ def _check(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> None:
         raise TypeError(f"g and beta must be float32, got {g.dtype} and {beta.dtype}")
 
 
-def _layout_of(k: Tensor, v: Tensor) -> Layout:
+def _layout_of(k: Tensor, v: Tensor, device_type: str) -> Layout:
     sizes = k.shape[1], v.shape[1], k.shape[2], v.shape[2]
-    return state_layout(*sizes, k.dtype, k.device.type)
+    return state_layout(*sizes, k.dtype, device_type)
 
 
-def _check_pages(k: Tensor, v: Tensor, pages: Sequence[Tensor]) -> None:
-    layout = _layout_of(k, v)
+def _check_pages(k: Tensor, v: Tensor, pages: Sequence[Tensor], device_type: str) -> None:
+    layout = _layout_of(k, v, device_type)
     for name, page, (shape, dtype) in zip(
         ("boundary", "keys", "updates", "decays"), pages, layout, strict=True
     ):
@@ -249,7 +249,7 @@ def _(
     from isomodels.kernels import gated_delta_triton
 
     _check(q, k, v, g, beta)
-    _check_pages(k, v, (boundary, keys, updates, decays))
+    _check_pages(k, v, (boundary, keys, updates, decays), "cuda")
     pages = gated_delta_triton.Pages(boundary, keys, updates, decays, slots, seq_lens)
     return gated_delta_triton.paged_gated_delta_rule(
         q, k, v, g, beta, pages, cu_seqlens_q, max_seqlen_q

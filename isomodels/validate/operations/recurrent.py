@@ -84,10 +84,13 @@ def rule(draw: Inputs, key_heads: int, heads: int, key_dim: int, value_dim: int)
     g, beta = (draw.floats(count, heads, seed=i, kind="normal").float().abs() for i in (3, 4))
     tokens = (q, k, v, -g.clamp(max=2.0), beta.clamp(max=1.0))
 
+    # The interpreter runs the GPU's kernels on the CPU, which keep a state of their own layout.
+    kept_by = "cuda" if draw.place.backend == "triton" else "cpu"
+
     def engine(lengths: list[int]) -> Engine:
         places, layout = (
             _slots_of(len(lengths)),
-            state_layout(key_heads, heads, key_dim, value_dim, q.dtype, q.device.type),
+            state_layout(key_heads, heads, key_dim, value_dim, q.dtype, kept_by),
         )
         state = [
             torch.full((2 * len(lengths), *shape), torch.nan, dtype=dtype, device=q.device)
