@@ -12,6 +12,7 @@ from isomodels.errors import UnsupportedError
 from isomodels.layers.parallel import ExpertParallel, Layout, TensorParallel, check_layout
 from isomodels.registry import ArchSpec
 from isomodels.validate.device import refuse_capability, refuse_triton, triton_version
+from isomodels.vllm.plugin import MODEL_IMPL
 from isomodels.vllm.routes import RECORD_ROUTES
 from isomodels.vllm.versions import V2_RUNNER_VERSIONS, vllm_version
 
@@ -240,7 +241,7 @@ def _engine_refusals(vllm_config: Any) -> tuple[tuple[bool, str], ...]:
 
 
 def _foreign_transfer(transfer: Any) -> bool:
-    return transfer is not None and transfer.backend != "isomodels"
+    return transfer is not None and transfer.backend != MODEL_IMPL
 
 
 def _has_logits_processors(model_config: Any) -> bool:
