@@ -4,6 +4,7 @@ The whole tensors are those of the model in one process, so a checkpoint of any 
 any other: a fused weight is stored as the parts that lie in the whole one, not as a rank's own.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from torch import Tensor
 
 from isomodels.layers.parallel import Part, Shard, shards
+from isomodels.layers.pieces import Piece, pieces
 
 
 def sharded_state(core: Any, prefix: str, groups: Any) -> dict[str, Any]:
@@ -36,6 +38,22 @@ def sharded_state(core: Any, prefix: str, groups: Any) -> dict[str, Any]:
             key, copy = "model.embed_tokens.weight", (1, *copy[1:])
         state[prefix + name] = _sharded(prefix + key, tensor, parts.get(name), copy)
     return state
+
+
+def own_pieces(models: Sequence[Any]) -> list[Piece]:
+    """The blocks of the whole model that this rank is to send: all ranks together, each bit once.
+
+    Args:
+        models: the `IsoLanguageModel`s of this rank; the blocks are views of their parameters.
+    """
+    found = []
+    for model in models:
+        groups = model.pg_collection
+        for one in pieces(model.core):
+            replicas = groups.expt_dp if ".experts." in one.name else groups.dp_cp
+            if not one.copy and _rank(replicas) == 0:
+                found.append(one)
+    return found
 
 
 def _copy(name: str, shard: Shard | None, groups: Any) -> tuple[int, int, int]:

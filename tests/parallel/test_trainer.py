@@ -80,6 +80,23 @@ def test_every_rank_has_the_bits_of_one_process(trainers, tiny, sequences, model
             assert_all_same_bits(got[case], expected[case])
 
 
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        ("qwen3", "tp2,pp2"),  # tied: the last stage's copy stays
+        ("glm", "tp2,sp,pp2,ep2"),
+        ("qwen3_moe", "dp2,ep2"),
+        ("qwen3_moe", "tp2,dp2"),
+    ],
+)
+def test_ranks_send_each_bit_of_the_model_once(trainers, tiny, model, layout):
+    architecture, fields = MODELS[model]
+    path = tiny(architecture, "bfloat16", **fields)
+    ranks = trainers(Degrees.parse(layout).ranks)
+    ranks.submit("pieces", str(path), "bfloat16", layout)
+    assert ranks.results() == [True, *[None] * (len(ranks.remotes) - 1)]
+
+
 STEPS = [
     *[("qwen3", layout) for layout in ("tp2", "tp2,sp", "pp2", "pp2,vpp2")],
     *[("qwen3_moe", layout) for layout in ("tp2", "tp2,sp,ep2", "dp2,ep2")],

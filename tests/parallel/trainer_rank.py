@@ -5,10 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from isomodels.config import DTYPES
 from isomodels.megatron.layout import Degrees
+from isomodels.megatron.sharding import own_pieces
 from isomodels.megatron.trainer import Trainer
+from tests.megatron.bits import assert_same_bits
 
 Sequences = Sequence[Sequence[int]]
 
@@ -30,6 +33,22 @@ class TrainerRank:
                 "score": trainer.score(sequences),
                 "recompute": trainer.recompute_logprobs(sequences),
             }
+
+    def pieces(self, path: str, dtype: str, layout: str) -> bool | None:
+        """Whether what the ranks are to send is the whole model, each bit once; on rank 0."""
+        with self.open(path, dtype, layout) as trainer:
+            ranks: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(ranks, own_pieces(trainer.models))
+            whole = trainer.weights()
+        if whole is None:
+            return None
+        sent = [one for rank in ranks for one in rank]
+        elements = dict.fromkeys(whole, 0)
+        for one in sent:
+            elements[one.name] += one.tensor.numel()
+            own = tuple(slice(o, o + n) for o, n in zip(one.offset, one.tensor.shape, strict=True))
+            assert_same_bits(one.tensor, whole[one.name][own], one.name)
+        return elements == {name: tensor.numel() for name, tensor in whole.items()}
 
     def train(
         self, path: str, dtype: str, layout: str, sequences: Sequences, out: str, **how: Any

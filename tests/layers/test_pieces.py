@@ -1,0 +1,134 @@
+"""Weights of every rank of one layout into every rank of another, in one process."""
+
+from collections.abc import Callable
+from functools import cache
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+from isomodels.config import read_config
+from isomodels.layers.parallel import ExpertParallel, Layout, Stage, TensorParallel
+from isomodels.layers.pieces import Piece, copy_overlap, missing, pieces
+from isomodels.parity.checkpoints import tiny_config
+from isomodels.registry import load_object
+from tests.megatron.bits import assert_same_bits
+
+LAYERS = {"num_hidden_layers": 2}
+HYBRID = {
+    "num_hidden_layers": 4,
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 4,
+}
+MODELS = {
+    "Qwen3ForCausalLM": {**LAYERS, "tie_word_embeddings": True},
+    "MiMoForCausalLM": LAYERS,
+    "Qwen3MoeForCausalLM": LAYERS,
+    "Glm4MoeLiteForCausalLM": LAYERS,
+    "DeepseekV3ForCausalLM": {**LAYERS, "q_lora_rank": None},
+    "Qwen3_5ForCausalLM": HYBRID,
+    "Qwen3NextForCausalLM": HYBRID,
+}
+
+
+@cache
+def config_of(architecture: str) -> tuple[Any, Any]:
+    raw = {**tiny_config(architecture), **MODELS[architecture], "dtype": "bfloat16"}
+    return read_config(raw)
+
+
+def build(architecture: str, layout: Layout) -> Any:
+    spec, config = config_of(architecture)
+    core = load_object(spec.model)(config, dtype=torch.bfloat16, layout=layout)
+    core.requires_grad_(False)
+    for tensor in core.state_dict().values():
+        tensor.fill_(torch.nan)  # what nobody fills is seen
+    return core
+
+
+@cache
+def whole_model(architecture: str) -> Any:
+    core = build(architecture, Layout())
+    generator = torch.Generator().manual_seed(1)
+    for tensor in core.state_dict().values():
+        bits = torch.randint(1 << 15, tensor.shape, generator=generator, dtype=torch.int32)
+        tensor.copy_(bits.to(torch.int16).view(torch.bfloat16).nan_to_num())
+    return core
+
+
+def ranks(tp: int = 1, ep: int = 1, pp: int = 1) -> Callable[[str], list[Any]]:
+    """Every rank's part of a model, filled as a loader fills it."""
+
+    def make(architecture: str) -> list[Any]:
+        layers = config_of(architecture)[1].num_hidden_layers // pp
+        found = []
+        for stage, tensor in product(range(pp), range(tp)):
+            layout = Layout(
+                TensorParallel(tensor, tp),
+                ExpertParallel(tensor % ep, ep),
+                Stage()
+                if pp == 1
+                else Stage(stage * layers, (stage + 1) * layers, stage == 0, stage == pp - 1),
+            )
+            core = build(architecture, layout)
+            state = core.state_dict()
+            for name, whole in whole_model(architecture).state_dict().items():
+                for own, part in core.own_tensors(name, whole):
+                    state[own].copy_(part)
+            found.append(core)
+        return found
+
+    return make
+
+
+LAYOUTS = {
+    "tp1": ranks(),
+    "tp2": ranks(tp=2),
+    "tp4": ranks(tp=4),
+    "tp2,pp2": ranks(tp=2, pp=2),
+    "tp2,ep2": ranks(tp=2, ep=2),
+}
+
+
+@pytest.mark.parametrize("architecture", MODELS)
+def test_any_layout_fills_any_other(architecture):
+    experts = config_of(architecture)[1].routing is not None
+    layouts = {
+        name: [pieces(core) for core in make(architecture)]
+        for name, make in LAYOUTS.items()
+        if experts or "ep" not in name
+    }
+    for sender, receiver in product(layouts.values(), layouts.values()):
+        sent = [one for rank in sender for one in rank if not one.copy]
+        for rank in receiver:
+            assert missing(sent, rank) == []
+            for wanted in rank:
+                empty = Piece(
+                    wanted.name, wanted.offset, wanted.whole, torch.full_like(wanted.tensor, -1)
+                )
+                written = sum(copy_overlap(one, empty) for one in sent)
+                assert written == wanted.tensor.numel()
+                if wanted.tensor.dtype in (torch.float32, torch.bfloat16):
+                    assert_same_bits(empty.tensor, wanted.tensor, wanted.name)
+
+
+def test_a_block_that_is_lost_or_doubled_is_named():
+    one, other = (pieces(core) for core in LAYOUTS["tp2"]("MiMoForCausalLM"))
+    (whole,) = (pieces(core) for core in LAYOUTS["tp1"]("MiMoForCausalLM"))
+    lost = "model.layers.0.mlp.down_proj.weight"
+    kept = [piece for piece in other if piece.name != lost]
+    assert missing([*one, *kept], whole) == [lost]
+    again = next(piece for piece in one if piece.name == lost)
+    assert missing([*one, *other, again], whole) == [lost]
+    assert missing([*one, *other], whole) == []
+
+
+def test_tensors_of_other_shapes_or_dtypes_are_refused():
+    name, zeros = "model.norm.weight", torch.zeros(8, dtype=torch.bfloat16)
+    target = Piece(name, (0,), (8,), zeros)
+    for shape, source in (((8,), zeros.float()), ((16,), zeros)):
+        with pytest.raises(ValueError, match=r"model.norm.weight is .* on the other"):
+            copy_overlap(Piece(name, (0,), shape, source), target)
+    assert copy_overlap(Piece("another", (0,), (8,), zeros), target) == 0
