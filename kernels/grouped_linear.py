@@ -54,13 +54,14 @@ def grouped_linear(
         x: with `order` [T, K], a row a token, read where its slots lie; else [R, K], a row a place.
             float32 or bfloat16.
         weight: [E, N, K], dtype of `x`.
-        offsets: [E + 1] int32 from `moe_sort`, from 0 to R. On a GPU no offset is looked at, since
-            that would wait for the device.
+        offsets: [E + 1] int32 from `moe_sort`, from 0 to R; or those of some neighbouring experts,
+            whose weights `weight` then has. On a GPU no offset is looked at, since that would wait
+            for the device.
         order: [R] int32 from `moe_sort`, R = T * k: place r reads row order[r] // k.
         places: [T, k] int32 from `moe_sort`, for the gradient; goes with `order`.
 
     Returns:
-        [R, N] in the dtype of `x`.
+        [R, N] in the dtype of `x`; places of no expert here hold anything.
 
     Raises:
         ValueError: naming shapes that do not fit.
@@ -69,7 +70,7 @@ def grouped_linear(
     check_grouped(x, weight, offsets, order, places)
     rows = x if order is None or places is None else _gather(x, order, places)
     bounds = offsets.tolist()
-    if bounds[-1] != len(rows):
+    if bounds[-1] > len(rows):
         raise ValueError(
             f"grouped_linear: the offsets end at {bounds[-1]}, there are {len(rows)} rows"
         )

@@ -7,7 +7,6 @@ t: tokens of this rank, k: experts of a token, R = t * k: slots, n: ranks.
 """
 
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -15,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from isomodels.kernels.grouped_linear import sum_slots
-from isomodels.layers.collectives import all_gather
-from isomodels.layers.parallel import ExpertParallel
+from isomodels.layers.collectives import all_gather, select_rows
+from isomodels.layers.parallel import ExpertParallel, TensorParallel
 
 
 @dataclass(frozen=True)
@@ -122,19 +121,19 @@ def come_home(y: Tensor, journey: Journey) -> Tensor:
     return out
 
 
-def own_rows(offsets: Tensor, parallel: ExpertParallel) -> list[int]:
-    """Where each rank's experts begin among the places, and where the last end: n + 1 numbers."""
+def own_offsets(offsets: Tensor, parallel: ExpertParallel) -> Tensor:
+    """[E + 1] of all experts -> [experts here + 1], the bounds of those here among all places."""
     here = (len(offsets) - 1) // parallel.size
-    return offsets[::here].tolist()
+    return offsets[parallel.rank * here :][: here + 1]
 
 
-def share_rows(y: Tensor, bounds: list[int], parallel: ExpertParallel) -> Tensor:
-    """The rows of this rank's experts -> [R, H], those of all ranks, which have the same tokens.
+def share_rows(y: Tensor, offsets: Tensor, parallel: ExpertParallel) -> Tensor:
+    """[R, H], of which each rank has the places of its experts -> those of all.
 
-    No gradient: an engine's.
+    The ranks have the same tokens. Shapes do not depend on where tokens go, and nothing is read
+    back from the device: an engine's CUDA graphs hold it. No gradient.
     """
-    counts = [end - start for start, end in pairwise(bounds)]
-    padded = y.new_zeros(max(counts), y.shape[1])
-    padded[: len(y)] = y
-    gathered = all_gather(padded, parallel)
-    return torch.cat([rows[:count] for rows, count in zip(gathered, counts, strict=True)])
+    here = (len(offsets) - 1) // parallel.size
+    places = torch.arange(len(y), device=y.device).unsqueeze(1)
+    owner = (places >= offsets[here:-1:here]).sum(1)  # [R], by where each rank's experts begin
+    return select_rows(y, owner, TensorParallel(parallel.rank, parallel.size, parallel.group))

@@ -22,7 +22,7 @@ from isomodels.layers.collectives import (
     slice_tokens,
     sum_gradients,
 )
-from isomodels.layers.expert_parallel import come_home, leave, own_rows, plan, share_rows
+from isomodels.layers.expert_parallel import come_home, leave, own_offsets, plan, share_rows
 from isomodels.layers.linear import Placed, parameter
 from isomodels.layers.mlp import MLP
 from isomodels.layers.parallel import ALONE, Layout, Shard, TensorParallel, split
@@ -125,16 +125,12 @@ class Experts(nn.Module):
         -> [T, H]. One module for all of it: between sort and sum, rows are no tokens.
         """
         offsets, order, places = moe_sort(ids, self.num_experts)
-        if self.parallel.size == 1:
-            gate_up = grouped_linear(x, self.gate_up_proj, offsets, order, places)  # [R, 2I]
-            y = grouped_linear(swiglu(gate_up), self.down_proj, offsets)  # [R, I] -> [R, H]
-        elif self.parallel.replicated:
-            bounds = own_rows(offsets, self.parallel)
-            first, end = bounds[self.parallel.rank : self.parallel.rank + 2]
-            here = len(self.gate_up_proj)
-            own = offsets[self.parallel.rank * here :][: here + 1] - first
-            rows = x[order[first:end].long() // places.shape[1]]
-            y = share_rows(self._run(rows, own), bounds, self.parallel)
+        if self.parallel.size == 1 or self.parallel.replicated:
+            own = own_offsets(offsets, self.parallel)
+            gate_up = grouped_linear(x, self.gate_up_proj, own, order, places)  # [R, 2I]
+            y = grouped_linear(swiglu(gate_up), self.down_proj, own)  # [R, I] -> [R, H]
+            if self.parallel.size > 1:
+                y = share_rows(y, offsets, self.parallel)
         else:
             journey = plan(offsets, self.parallel)
             y = self._run(leave(x, order, places, journey), journey.offsets)

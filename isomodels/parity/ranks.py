@@ -6,6 +6,7 @@ import time
 from datetime import timedelta
 from typing import Any
 
+import torch
 from torch._C._distributed_c10d import TCPStore
 
 from isomodels.errors import IsoError
@@ -36,12 +37,14 @@ class Ranks:
             "TORCHELASTIC_USE_AGENT_STORE": "True",  # no rank opens a store of its own
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         }
+        # A process that is forked from one where an import started CUDA cannot start it.
+        fork = size > 1 and not torch.cuda.is_available()
         self.remotes = [
             Remote(
                 name if size == 1 else f"{name}-rank{rank}",
                 factory,
                 environment={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                forked=("isomodels.parity.preloaded",) if size > 1 else (),
+                forked=("isomodels.parity.preloaded",) if fork else (),
                 **kwargs,
             )
             for rank in range(size)

@@ -57,6 +57,8 @@ class IsoModelsConfig:
         leave_own_mla(vllm_config)
         _set_logprobs(vllm_config)
         _set_cuda_graphs(vllm_config)
+        # Its sums have another order, and nothing here calls it: no buffers for it either.
+        vllm_config.parallel_config.disable_custom_all_reduce = True
 
 
 def read_checkpoint_config(model_config: Any) -> tuple[ArchSpec, Any]:

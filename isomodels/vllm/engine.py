@@ -98,14 +98,15 @@ class Engine:
         self._records_routes = self.llm.apply_model(workers.records_routes)[0]
         self._scheduled: list[Scheduled] = []
         self._watch_scheduler()
-        self._ran = False
+        self._has_graphs = self._captures()
+        if self._has_graphs:
+            self.llm.apply_model(workers.watch_forwards)
         # of one worker, which is this process; several are others
         self._model: Any = None
         self._runner: Any = None
         if self._engine.vllm_config.parallel_config.world_size == 1:
             self._model = self.llm.apply_model(lambda model: model)[0]
             self._runner = self.llm.collective_rpc(lambda worker: worker.model_runner)[0]
-            self._model.register_forward_pre_hook(self._note_forward)
 
     @property
     def model_runner(self) -> str:
@@ -277,34 +278,32 @@ class Engine:
 
     @contextlib.contextmanager
     def _without_graphs(self) -> Iterator[None]:
-        """Steps that run eagerly, as under `enforce_eager`, in an engine that has graphs.
-
-        Each model runner asks one object, by one flag, whether there are graphs to replay.
-        """
-        if self.model_runner == "V2":
-            owner, flag = self._runner.cudagraph_manager, "_graphs_captured"
-        else:
-            owner, flag = self._runner.cudagraph_dispatcher, "keys_initialized"
-        captured = getattr(owner, flag)
-        setattr(owner, flag, False)
+        """Steps that run eagerly, as under `enforce_eager`, in an engine that has graphs."""
+        self.llm.collective_rpc(workers.UseGraphs(False))
         try:
             yield
         finally:
-            setattr(owner, flag, captured)
+            self.llm.collective_rpc(workers.UseGraphs(True))
 
-    def _note_forward(self, *_: Any) -> None:
-        self._ran = True
+    def _captures(self) -> bool:
+        """Whether there are CUDA graphs to replay."""
+        from vllm.config import CUDAGraphMode
+
+        mode = self._engine.vllm_config.compilation_config.cudagraph_mode
+        return mode not in (None, CUDAGraphMode.NONE)
 
     def _step(self) -> list[Any]:
         """One step of the engine, and whether it was a replay."""
-        number, self._ran, self._scheduled = len(self.steps), False, []
+        number, self._scheduled = len(self.steps), []
         outputs = self._engine.step()
         if self._records_routes and self._scheduled:
             count = sum(len(one.slots) for one in self._scheduled)
             ids, slots = self.llm.apply_model(workers.TakeRoutes(count))[0]
             collect(ids, slots, self._scheduled)
-        if len(self.steps) > number and not self._ran and self._model is not None:
-            self.steps[number] = replace(self.steps[number], replayed=True)
+        if self._has_graphs:
+            ran = self.llm.apply_model(workers.take_forwards)[0]
+            if len(self.steps) > number and not ran:
+                self.steps[number] = replace(self.steps[number], replayed=True)
         return outputs
 
     def _note(self, output: Any) -> None:

@@ -25,6 +25,46 @@ def records_routes(model: Any) -> bool:
     return getattr(model, "routes", None) is not None
 
 
+def watch_forwards(model: Any) -> None:
+    """Count the model's forward passes from now on: a replay of a CUDA graph is none."""
+    model.forwards = 0
+
+    def count(model: Any, *_: Any) -> None:
+        model.forwards += 1
+
+    model.register_forward_pre_hook(count)
+
+
+def take_forwards(model: Any) -> int:
+    """Forward passes since the last call."""
+    count, model.forwards = model.forwards, 0
+    return count
+
+
+class UseGraphs:
+    """Has a worker replay its CUDA graphs, or run every step eagerly, as under `enforce_eager`.
+
+    Each model runner asks one object, by one flag, whether there are graphs to replay.
+    """
+
+    _kept = "isomodels_had_graphs"
+
+    def __init__(self, use: bool):
+        self.use = use
+
+    def __call__(self, worker: Any) -> None:
+        """In one worker. `use` comes after a call without it."""
+        if worker.vllm_config.use_v2_model_runner:
+            owner, flag = worker.model_runner.cudagraph_manager, "_graphs_captured"
+        else:
+            owner, flag = worker.model_runner.cudagraph_dispatcher, "keys_initialized"
+        if self.use:
+            setattr(owner, flag, vars(owner).pop(self._kept))
+        else:
+            setattr(owner, self._kept, getattr(owner, flag))
+            setattr(owner, flag, False)
+
+
 class Seed:
     """Starts a worker's generators anew."""
 
