@@ -4,17 +4,17 @@ Routing is skewed: each expert has a popularity drawn from a normal distribution
 router's logits, whose noise is Gumbel's. The note says how large the largest expert is.
 """
 
-import contextlib
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from benchmarks.harness import Timing, against, against_bandwidth, copies, row, time_ms
+from benchmarks.harness import Timing, against, against_bandwidth, copies, row
 from benchmarks.linear import BF16
+from benchmarks.vllm_experts import TunedExperts
 from isomodels.kernels.grouped_linear import grouped_linear, grouped_linear_backward
 from isomodels.kernels.moe_combine import moe_combine
 from isomodels.kernels.moe_combine_triton import spread
@@ -65,76 +65,39 @@ def experts(x: Tensor, up: Tensor, down: Tensor, weights: Tensor, ids: Tensor) -
     return moe_combine(grouped_linear(hidden, down, offsets), weights, places)
 
 
-def _config(m: int, n: int, k: int, group: int, warps: int, stages: int) -> dict[str, int]:
-    return {
-        "BLOCK_SIZE_M": m, "BLOCK_SIZE_N": n, "BLOCK_SIZE_K": k, "GROUP_SIZE_M": group,
-        "SPLIT_K": 1, "num_warps": warps, "num_stages": stages,
-    }  # fmt: skip
-
-
-# vLLM ships no configuration for these two shapes on an H200. It gets the fastest of its default
-# and of those that it ships for this chip and sizes near these, by tokens.
-CONFIGS = {
-    16: [
-        _config(16, 64, 128, 16, 4, 2),
-        _config(16, 128, 128, 16, 4, 5),
-        _config(16, 64, 256, 1, 4, 2),
-        _config(16, 128, 64, 1, 4, 4),
-    ],
-    256: [
-        _config(64, 64, 64, 1, 4, 3),
-        _config(16, 128, 128, 1, 8, 3),
-        _config(32, 256, 128, 16, 4, 2),
-        _config(16, 64, 64, 1, 4, 4),
-    ],
-    8192: [
-        _config(128, 256, 64, 16, 8, 4),
-        _config(128, 256, 64, 1, 8, 4),
-        _config(128, 128, 64, 1, 8, 3),
-    ],
-}
-
-
-def _vllm(arguments: tuple[Tensor, ...], tokens: int) -> tuple[str, Callable[[], object]]:
-    """vLLM's fused experts with the fastest of `CONFIGS`: its name and the call."""
-    from vllm.model_executor.layers.fused_moe import override_config
-    from vllm.model_executor.layers.fused_moe.fused_moe import fused_experts
-
-    def call(config: dict[str, int] | None) -> Callable[[], object]:
-        def run() -> object:
-            with override_config(config) if config else contextlib.nullcontext():
-                return fused_experts(*arguments)
-
-        return run
-
-    names = {"default": None} | {"x".join(map(str, c.values())): c for c in CONFIGS[tokens]}
-    times = {name: time_ms([call(c)], replays=5)[0][0] for name, c in names.items()}
-    best = min(times, key=times.__getitem__)
-    return best, call(names[best])
+FLOORS = {8192: 1.0, 256: 0.95, 16: 0.95}  # by tokens
 
 
 @row("experts", TEST)
 def forward() -> Iterator[Timing]:
     """Sort, both products with the activation between them, combination."""
+    theirs = TunedExperts()
     for shape in SHAPES:
         up, down = shape.weights()
-        for tokens, floor in ((8192, 1.0), (256, 0.95), (16, 0.95)):
-            ids = shape.ids(tokens)
-            x = torch.randn(tokens, shape.hidden, **BF16)
-            weights = torch.rand(tokens, shape.top_k, device="cuda")
-            arguments = (x, up, down, weights, ids)
-            best, theirs = _vllm(arguments, tokens)
-            largest = int(torch.bincount(ids.flatten().long()).max())
+        inputs = [
+            (
+                torch.randn(tokens, shape.hidden, **BF16),
+                up,
+                down,
+                torch.rand(tokens, shape.top_k, device="cuda"),
+                shape.ids(tokens),
+            )
+            for tokens in FLOORS
+        ]
+        theirs.compile(inputs)
+        for arguments, (tokens, floor) in zip(inputs, FLOORS.items(), strict=True):
+            config, baseline = theirs.fastest(arguments)
+            largest = int(torch.bincount(arguments[-1].flatten().long()).max())
             share = largest / (tokens * shape.top_k / shape.experts)
             yield against(
                 "experts",
                 f"{shape.name}, {tokens} tokens, the largest expert {share:.1f} of the mean",
-                f"vLLM's fused MoE (Triton), configuration {best}",
+                f"vLLM's fused MoE (Triton), configuration {config}",
                 [partial(experts, *arguments)],
-                [theirs],
+                [baseline],
                 floor,
             )
-        del up, down
+        del up, down, inputs
 
 
 @row("experts backward", TEST)
