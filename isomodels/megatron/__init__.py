@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from isomodels.errors import HostError
 
 if TYPE_CHECKING:
-    from isomodels.megatron.model import IsoLanguageModel, token_logprobs_processor
+    from isomodels.megatron.head import token_logprobs_processor
+    from isomodels.megatron.model import IsoLanguageModel
     from isomodels.megatron.provider import model_provider, transformer_config
     from isomodels.megatron.resume import repair_torch_adam_resume
     from isomodels.megatron.trainer import Trainer
@@ -24,7 +25,7 @@ _HOMES = {
     "Trainer": "isomodels.megatron.trainer",
     "model_provider": "isomodels.megatron.provider",
     "repair_torch_adam_resume": "isomodels.megatron.resume",
-    "token_logprobs_processor": "isomodels.megatron.model",
+    "token_logprobs_processor": "isomodels.megatron.head",
     "transformer_config": "isomodels.megatron.provider",
 }
 

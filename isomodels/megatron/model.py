@@ -22,78 +22,10 @@ from isomodels.layers.parallel import Layout
 from isomodels.layers.pinned import pinned_tensors
 from isomodels.megatron.bias_update import bias_updates
 from isomodels.megatron.experts import prepare_experts
+from isomodels.megatron.head import OutputLayer, flatten, token_logprobs_processor
 from isomodels.megatron.inputs import Tokens, read_tokens
 from isomodels.megatron.layout import mark_parameters
 from isomodels.megatron.sharding import sharded_state
-
-
-class OutputLayer(nn.Module):
-    """Megatron's view of the core's head: a submodule that frameworks call or replace.
-
-    It owns no parameter (they stay in the core), so nothing is stored or counted twice.
-    """
-
-    bias = None
-
-    _core: Any
-
-    def __init__(self, core: nn.Module):
-        super().__init__()
-        self.__dict__["_core"] = core  # not a child: the core is registered once, by the model
-
-    @property
-    def weight(self) -> Tensor | None:
-        """[V, H], or None where the embedding is the head (as in Megatron's own layer)."""
-        return self._core.lm_head.weight
-
-    def forward(
-        self,
-        hidden_SBH: Tensor,
-        weight: Tensor | None = None,
-        runtime_gather_output: bool | None = None,
-    ) -> tuple[Tensor, None]:
-        """Logits.
-
-        Args:
-            hidden_SBH: final hidden states.
-            weight: None or the tied embedding; the core knows its head.
-            runtime_gather_output: nothing to gather without tensor parallelism.
-
-        Returns:
-            ([S, B, V] fp32, None).
-        """
-        hidden_TH, size = _flatten(hidden_SBH)
-        return self._core.logits(hidden_TH).view(*size, -1).transpose(0, 1), None
-
-    def token_logprobs(
-        self, hidden_SBH: Tensor, targets_BS: Tensor, temperature: float = 1.0
-    ) -> Tensor:
-        """Logprob of each target, [B, S] fp32, at logits / temperature."""
-        hidden_TH, size = _flatten(hidden_SBH)
-        targets_T = targets_BS.reshape(-1)
-        return self._core.token_logprobs(hidden_TH, targets_T, temperature).view(size)
-
-
-def _flatten(hidden_SBH: Tensor) -> tuple[Tensor, tuple[int, int]]:
-    length, batch, width = hidden_SBH.shape
-    return hidden_SBH.transpose(0, 1).reshape(-1, width), (batch, length)
-
-
-def token_logprobs_processor(
-    *, hidden_states: Tensor, output_layer: OutputLayer, labels: Tensor, context: Any, **_: Any
-) -> Tensor:
-    """An `output_processor` for trainers: logprobs of the labels instead of their loss.
-
-    Args:
-        hidden_states: [S, B, H].
-        output_layer: the model's.
-        labels: [B, S], each a token of the vocabulary.
-        context: `output_processor_context`, a temperature or None for 1.
-
-    Returns:
-        [B, S] fp32.
-    """
-    return output_layer.token_logprobs(hidden_states, labels, 1.0 if context is None else context)
 
 
 class IsoLanguageModel(LanguageModule):
@@ -378,7 +310,7 @@ class IsoLanguageModel(LanguageModule):
         Returns:
             [B, S] fp32, with the bits of the loss that `forward` returns.
         """
-        logits_TV, size = _flatten(logits)
+        logits_TV, size = flatten(logits)
         logprobs_TV = log_normalize(logits_TV, 1.0)
         return logprobs_TV.gather(1, labels.reshape(-1, 1)).view(size).neg()
 
