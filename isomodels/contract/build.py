@@ -14,7 +14,7 @@ from isomodels.contract.document import Contract
 from isomodels.contract.operations import CASES, operations_of
 from isomodels.errors import ContractError, UnsupportedError
 from isomodels.kernels.schedule import SCHEDULES
-from isomodels.layers.parallel import expert_degrees, tensor_degrees
+from isomodels.layers.parallel import expert_degrees, named_tensors, tensor_degrees
 from isomodels.registry import ArchSpec, load_object
 from isomodels.validate.battery import operators
 from isomodels.validate.device import facts, refuse_device, with_index
@@ -70,9 +70,9 @@ def contract_for(
     dtype = dtype or config.torch_dtype
     core = load_object(spec.model)(config, dtype=dtype, device=torch.device("meta"))
     where = _device_facts(torch.device(device), capability)
-    forms = operations_of(core)
+    forms = operations_of(core, torch.device(device).type)
     fields = config.model_dump(mode="json")
-    parameters = {**dict(core.named_parameters()), **dict(core.named_buffers())}
+    parameters = named_tensors(core)
     return Contract(
         semantic={
             "architecture": spec.architecture,

@@ -50,11 +50,12 @@ class OperationCount(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def operations_of(core: Any) -> dict[str, dict[str, dict[str, int]]]:
+def operations_of(core: Any, device_type: str) -> dict[str, dict[str, dict[str, int]]]:
     """The operators of every case.
 
     Args:
         core: an architecture's module, on the meta device.
+        device_type: "cpu" or "cuda", whose form the recurrent states have.
 
     Returns:
         {"packed" or "paged": {"forward", "logprobs" or "processed_logprobs": {operator: calls}}};
@@ -72,7 +73,7 @@ def operations_of(core: Any) -> dict[str, dict[str, dict[str, int]]]:
     with torch.no_grad():
         for form, ways in scores.items():
             with OperationCount() as forward:
-                hidden = core(ids, ids, _batch(core, paged=form == "paged"))
+                hidden = core(ids, ids, _batch(core, device_type, paged=form == "paged"))
             found[form] = {"forward": dict(forward.counts)}
             for name, score in ways.items():
                 with OperationCount() as scoring:
@@ -81,16 +82,19 @@ def operations_of(core: Any) -> dict[str, dict[str, dict[str, int]]]:
     return found
 
 
-def operators_of(spec: ArchSpec, config: Any, dtype: torch.dtype, form: str) -> set[str]:
+def operators_of(
+    spec: ArchSpec, config: Any, dtype: torch.dtype, device: torch.device, form: str
+) -> set[str]:
     """The operators that one host runs, in either mode of its logprobs.
 
     Args:
         spec, config: as `read_config` gives them.
         dtype: of the model.
+        device: where it runs.
         form: "packed" for a trainer, "paged" for an engine.
     """
     core = load_object(spec.model)(config, dtype=dtype, device=torch.device("meta"))
-    return {name for part in operations_of(core)[form].values() for name in part}
+    return {name for part in operations_of(core, device.type)[form].values() for name in part}
 
 
 def _processed(core: Any, hidden: torch.Tensor) -> torch.Tensor:
@@ -99,7 +103,7 @@ def _processed(core: Any, hidden: torch.Tensor) -> torch.Tensor:
     return log_normalize(core.logits(hidden), 1.0)
 
 
-def _batch(core: Any, *, paged: bool) -> Batch:
+def _batch(core: Any, device_type: str, *, paged: bool) -> Batch:
     bounds = torch.zeros(2, dtype=torch.int32, device="meta")
     lengths = torch.zeros(1, dtype=torch.int32, device="meta")
     if not paged:
@@ -109,7 +113,8 @@ def _batch(core: Any, *, paged: bool) -> Batch:
     slots = torch.zeros(_TOKENS, dtype=torch.int64, device="meta")
     caches = [_pages(config, dtype) for _ in range(config.num_hidden_layers)]
     pages = PagedKV(caches, table, slots)
-    return Batch(bounds, lengths, _TOKENS, _TOKENS, pages, _states(config, dtype))
+    states = _states(config, dtype, device_type)
+    return Batch(bounds, lengths, _TOKENS, _TOKENS, pages, states)
 
 
 def _pages(config: Any, dtype: torch.dtype) -> torch.Tensor:
@@ -120,11 +125,11 @@ def _pages(config: Any, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(1, heads, _BLOCK_SIZE, width, dtype=dtype, device="meta")
 
 
-def _states(config: Any, dtype: torch.dtype) -> PagedStates | None:
+def _states(config: Any, dtype: torch.dtype, device_type: str) -> PagedStates | None:
     if not isinstance(config, HybridConfig):
         return None
     layers = len(config.layers_of("linear_attention"))
-    layout = state_layout(config, dtype)
+    layout = state_layout(config, dtype, device_type)
     tensors = [
         [torch.empty(1, *shape, dtype=of, device="meta") for shape, of in layout]
         for _ in range(layers)

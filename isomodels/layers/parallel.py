@@ -230,6 +230,11 @@ def check_layout(config: Any, layout: Layout) -> None:
         )
 
 
+def named_tensors(core: nn.Module) -> dict[str, Tensor]:
+    """Every parameter and buffer of a module by its name: what a checkpoint or a sync must hold."""
+    return {**dict(core.named_parameters()), **dict(core.named_buffers())}
+
+
 def tensor_degrees(config: Any) -> list[int]:
     """The degrees of tensor parallelism that divide a model."""
     return [n for n in range(1, LEAVES + 1) if _obstacle(config, n) is None]

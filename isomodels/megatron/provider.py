@@ -247,7 +247,7 @@ def build_core(
         device,
         dtype=dtype,
         head_dim=config.head_dim,
-        operators=operators_of(spec, config, dtype, "packed"),
+        operators=operators_of(spec, config, dtype, device, "packed"),
     )
     model = load_object(spec.model)
     if layout.whole and not layout.tensor.sequence:

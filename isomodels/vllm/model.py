@@ -13,7 +13,7 @@ from isomodels.batch import Batch
 from isomodels.contract import Contract, contract_for
 from isomodels.contract.operations import operators_of
 from isomodels.errors import CheckpointError
-from isomodels.layers.parallel import Layout
+from isomodels.layers.parallel import Layout, named_tensors
 from isomodels.registry import load_object
 from isomodels.validate import require_validated
 from isomodels.vllm.attention import StepMetadata
@@ -57,7 +57,7 @@ class IsoModelsForCausalLM(nn.Module):
             device,
             dtype=dtype,
             head_dim=self.config.head_dim,
-            operators=operators_of(self.spec, self.config, dtype, "paged"),
+            operators=operators_of(self.spec, self.config, dtype, device, "paged"),
             trains=False,
         )
         self.layout = layout_of(vllm_config)
@@ -175,7 +175,7 @@ class IsoModelsForCausalLM(nn.Module):
             self.model_config.model = self.loaded_from
             raise
         self.loaded_from = self.model_config.model
-        own = {**dict(self.core.named_parameters()), **dict(self.core.named_buffers())}
+        own = named_tensors(self.core)
         for name, whole in tensors.items():
             for own_name, tensor in self.core.own_tensors(name, whole):
                 parameter = own[own_name]

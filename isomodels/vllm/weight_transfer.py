@@ -19,6 +19,7 @@ from vllm.distributed.weight_transfer.base import (
 
 from isomodels.contract import Contract, require_same
 from isomodels.errors import CheckpointError, ContractError
+from isomodels.layers.parallel import named_tensors
 from isomodels.sync.digest import digest
 from isomodels.sync.shared import mapped
 from isomodels.weights_conv.bits import dtype_name, shorten
@@ -128,8 +129,7 @@ class IsoModelsWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._agreed = None
 
     def _own_tensors(self) -> dict[str, Tensor]:
-        core = self.model.core
-        return {**dict(core.named_parameters()), **dict(core.named_buffers())}
+        return named_tensors(self.model.core)
 
 
 def check_tensors(
