@@ -3,6 +3,7 @@
 import os
 import random
 import resource
+import shutil
 import signal
 import sys
 import time
@@ -32,40 +33,65 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_qwen3(tmp_path_factory.mktemp("source") / "hf", torch.bfloat16, **SIZES)
 
 
+def raw_weights(folder: Path) -> dict[str, tuple[list[int], bytes]]:
+    """Shape and bytes of every tensor of a checkpoint of any form."""
+    return {name: raw(tensor) for name, tensor in open_weights(folder).tensors.items()}
+
+
 def assert_whole(folder: Path, source: Path) -> None:
     """The folder is a whole checkpoint with the source's bits."""
-    found = open_weights(folder).tensors
-    assert {name: raw(tensor) for name, tensor in found.items()} == raw_folder(source)
+    assert raw_weights(folder) == raw_folder(source)
+
+
+def killed_after(delay: float, source: Path, out: Path, target: str) -> bool:
+    """Convert in a process that is killed after some seconds; whether it came to its end before."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(writer, b"x")
+            convert_checkpoint(source, out, to=target)
+            os.write(writer, b"x")
+            time.sleep(60)
+        finally:
+            os._exit(1)
+    os.close(writer)
+    assert os.read(reader, 1)
+    time.sleep(delay)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    ended = os.read(reader, 1) == b"x"
+    os.close(reader)
+    return ended
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_killed_at_random_moments(source: Path, tmp_path: Path, target: str) -> None:
-    moments, out, cut_off = random.Random(3), tmp_path / "out", 0
-    for _ in range(20):
-        reader, writer = os.pipe()
-        child = os.fork()
-        if child == 0:
-            try:
-                while True:
-                    convert_checkpoint(source, out, to=target)
-                    os.write(writer, b"x")
-            finally:
-                os._exit(1)
-        os.close(writer)
-        # Two conversions tell how long one takes here, whatever else runs on the machine.
-        assert os.read(reader, 1)
-        begin = time.monotonic()
-        assert os.read(reader, 1)
-        time.sleep(moments.random() * (time.monotonic() - begin))
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        os.close(reader)
-        assert_whole(out, source)  # only ever a whole one
-        cut_off += any("partial" in entry.name for entry in tmp_path.iterdir())
-    assert cut_off > 3
+def test_killed_at_20_random_moments(source: Path, tmp_path: Path, target: str) -> None:
+    """At once there is the old checkpoint, none or the whole new one; a second run makes the new
+    one, and takes away what the first left. Every other time there is an old one."""
+    old = make_qwen3(tmp_path / "old", torch.bfloat16, seed=1, **SIZES)
+    before = convert_checkpoint(old, tmp_path / "before", to=target).path
+    moments, out, left = random.Random(3), tmp_path / "out", 0
+    convert_checkpoint(source, out, to=target)  # brings in what is imported late
+    begin = time.monotonic()
     convert_checkpoint(source, out, to=target)
-    assert_whole(out, source)
-    assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
+    usual = time.monotonic() - begin
+    for number in range(20):
+        shutil.rmtree(out)
+        if number % 2:
+            shutil.copytree(before, out)
+        if killed_after(moments.random() * usual, source, out, target):
+            assert_whole(out, source)
+        elif out.exists() and raw_weights(out) != raw_folder(source):
+            assert number % 2
+            assert_whole(out, old)
+        leftovers = {entry.name for entry in tmp_path.iterdir()} - {"old", "before", "out"}
+        assert leftovers <= {".out.isomodels-partial"}
+        left += bool(leftovers)
+        convert_checkpoint(source, out, to=target)
+        assert_whole(out, source)
+        assert {entry.name for entry in tmp_path.iterdir()} == {"old", "before", "out"}
+    assert left > 3
 
 
 def kill_at(event: int) -> None:
