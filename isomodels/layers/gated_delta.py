@@ -23,13 +23,15 @@ from isomodels.layers.pinned import PinnedParameters
 
 
 def state_layout(
-    config: HybridConfig, dtype: torch.dtype, device_type: str = "cpu"
+    config: HybridConfig, dtype: torch.dtype, device_type: str = "cpu", ranks: int = 1
 ) -> gated_delta.Layout:
     """Shape and dtype of each tensor of one sequence's state in one layer.
 
-    The convolution's window first, then the tensors of `kernels.gated_delta.state_layout`.
+    The convolution's window first, then the tensors of `kernels.gated_delta.state_layout`. Of
+    `ranks` of tensor parallelism each has its own heads.
     """
-    key_heads, heads = config.linear_num_key_heads, config.linear_num_value_heads
+    key_heads = config.linear_num_key_heads // ranks
+    heads = config.linear_num_value_heads // ranks
     key_dim, value_dim = config.linear_key_head_dim, config.linear_value_head_dim
     channels = 2 * key_heads * key_dim + heads * value_dim
     window = ((config.linear_conv_kernel_dim - 1, channels), dtype)

@@ -15,6 +15,7 @@ from isomodels.validate.device import refuse_capability, refuse_triton, triton_v
 from isomodels.vllm.plugin import MODEL_IMPL
 from isomodels.vllm.routes import RECORD_ROUTES
 from isomodels.vllm.versions import V2_RUNNER_VERSIONS, vllm_version
+from isomodels.vllm.weights import LOADED_LATER
 
 # What each mode becomes inside vLLM; see `IsoModelsForCausalLM.compute_logits`.
 _LOGPROBS_MODES = {"raw_logprobs": "raw_logits", "processed_logprobs": "processed_logits"}
@@ -49,10 +50,11 @@ class IsoModelsConfig:
             from isomodels.vllm import recurrent
 
             recurrent.prepare(vllm_config)
+        later = bool(vllm_config.additional_config.get(LOADED_LATER))
         # vLLM's "auto" would fall back to pickles.
-        vllm_config.load_config.load_format = "safetensors"
+        vllm_config.load_config.load_format = "dummy" if later else "safetensors"
         path = Path(vllm_config.model_config.model)
-        if path.is_dir():  # before vLLM starts processes; a hub name is checked by `load_weights`
+        if path.is_dir() and not later:  # before vLLM starts processes; a hub name is checked by `load_weights`
             check_files(path)
         leave_own_mla(vllm_config)
         _set_logprobs(vllm_config)
@@ -274,12 +276,6 @@ def _check_degrees(vllm_config: Any, config: Any) -> None:
     ranks = parallel.tensor_parallel_size
     if ranks == 1:
         return
-    spec, _ = read_checkpoint_config(vllm_config.model_config)
-    if spec.family == "hybrid":
-        raise UnsupportedError(
-            f"isomodels: --tensor-parallel-size {ranks} is not supported for "
-            f"{spec.architecture}: use 1"
-        )
     divided = parallel.enable_expert_parallel and config.routing is not None
     experts = ExpertParallel(size=ranks if divided else 1)
     try:

@@ -31,8 +31,9 @@ from isomodels.errors import UnsupportedError
 from isomodels.kernels.gated_delta import Layout
 from isomodels.layers.gated_delta import state_layout
 from isomodels.layers.hybrid_config import HybridConfig
-from isomodels.vllm.attention import CacheLayer, StepMetadata
+from isomodels.vllm.attention import StepMetadata
 from isomodels.vllm.checks import read_checkpoint_config
+from isomodels.vllm.mla import cache_layer
 from isomodels.vllm.model import IsoModelsForCausalLM
 
 
@@ -209,12 +210,12 @@ class IsoModelsHybridForCausalLM(IsoModelsForCausalLM):
 
     def cache_layers(self, prefix: str, dtype: torch.dtype) -> list[AttentionLayerBase]:
         """Pages for the attention layers, then states for the others."""
-        config = self.config
+        config, ranks = self.config, self.layout.tensor.size
         keys = [
-            CacheLayer(f"{prefix}.{i}.kv_cache", config.num_key_value_heads, config.head_dim, dtype)
+            cache_layer(f"{prefix}.{i}.kv_cache", config, dtype, ranks)
             for i in config.layers_of("full_attention")
         ]
-        layout = state_layout(config, dtype, current_platform.device_type)
+        layout = state_layout(config, dtype, current_platform.device_type, ranks)
         states = [
             StateLayer(f"{prefix}.{i}.state", layout) for i in config.layers_of("linear_attention")
         ]
@@ -241,7 +242,8 @@ class IsoModelsHybridForCausalLM(IsoModelsForCausalLM):
 
 def _layout(vllm_config: VllmConfig) -> Layout:
     _, config = read_checkpoint_config(vllm_config.model_config)
-    return state_layout(config, vllm_config.model_config.dtype, current_platform.device_type)
+    dtype, ranks = vllm_config.model_config.dtype, vllm_config.parallel_config.tensor_parallel_size
+    return state_layout(config, dtype, current_platform.device_type, ranks)
 
 
 def prepare(vllm_config: Any) -> None:
