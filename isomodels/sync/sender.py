@@ -1,33 +1,39 @@
 """The trainer's side: contract first, then weights."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
+import torch.distributed as dist
 from torch import Tensor
 
 from isomodels.contract import Contract
-from isomodels.errors import CheckpointError
-from isomodels.sync.digest import digest
-from isomodels.sync.shared import published
+from isomodels.errors import CheckpointError, IsoError
+from isomodels.sync.blocks import Block, Held, as_blocks
+from isomodels.sync.cuda_ipc import CudaIpc
+from isomodels.sync.digest import digests
+from isomodels.sync.shared import SharedMemory
+from isomodels.sync.transport import Offer, Transport
 
 
 class SyncClient(Protocol):
-    """vLLM's four calls, as its `VLLMWeightSyncClient`: in process, over HTTP, or over Ray."""
+    """vLLM's calls, as its `VLLMWeightSyncClient`s: in process, over HTTP, or over Ray."""
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Shake hands."""
+
+    def shutdown_weight_transfer_engine(self) -> None:
+        """Let go of the trainer."""
 
     def start_weight_update(self) -> None:
         """Begin."""
 
     def update_weights(self, update_info: Any) -> None:
-        """Change the weights."""
+        """Change the weights, and check them."""
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Check, and name the new weights."""
+        """End."""
 
 
 @dataclass(frozen=True)
@@ -38,41 +44,72 @@ class Sent:
         version: name of the weights, which the engine gives with its outputs.
         bytes: of all tensors.
         seconds: from the first digest to the engine's confirmation.
+        transport: by which they went.
     """
 
     version: str
     bytes: int
     seconds: float
+    transport: str
+
+    def __str__(self) -> str:
+        rate = self.bytes / self.seconds / 1e9
+        return (
+            f"{self.version}: {self.bytes / 1e9:.2f} GB by {self.transport} in "
+            f"{self.seconds:.3f} s, {rate:.2f} GB/s"
+        )
 
 
 class WeightSender:
     """Sends weights into engines that were started with the weight transfer "isomodels".
 
     Args:
-        client: the engine's control; see `SyncClient`.
+        client: the engine's control; see `SyncClient`. None on ranks of a group but the first.
         contract: the trainer's; an engine whose contract gives other bits refuses here.
-        folder: see `published`.
+        transport: `SharedMemory`, `CudaIpc` or `Network`; by default CUDA IPC for weights on a
+            GPU and shared memory for others, both for engines of the same host.
+        group: torch.distributed's group of the ranks that send blocks together, over a backend
+            that takes objects; all of them make a WeightSender. None: this process sends all.
 
     Raises:
         ContractError: as the engine's own error type where it runs in another process.
     """
 
-    def __init__(self, client: SyncClient, contract: Contract, folder: Path | None = None):
-        self.client, self.folder = client, folder
+    def __init__(
+        self,
+        client: SyncClient | None,
+        contract: Contract,
+        transport: Transport | None = None,
+        group: dist.ProcessGroup | None = None,
+    ):
+        self.client, self.transport, self.group = client, transport, group
         self.contract = contract
-        client.init_weight_transfer_engine({"contract": contract.to_json()})
+        if group is not None and transport is not None and transport.name == "network":
+            raise CheckpointError(
+                "a network sync goes from one process: send Trainer.weights() without a group"
+            )
+        self._first = group is None or group.rank() == 0
+        problem = None
+        if self._first:
+            try:
+                self._connect()
+            except Exception as error:
+                problem = error
+        self._agree(problem)
 
-    def send(self, tensors: Mapping[str, Tensor], version: str) -> Sent:
+    def send(self, weights: Mapping[str, Tensor] | Iterable[Held] | None, version: str) -> Sent:
         """Replace the engine's weights by these.
 
-        The engine checks names, shapes, dtypes and the contract before it changes anything, drops
-        its prefix cache, recomputes running requests, and compares digests afterwards. If this
+        The engine checks the contract, names, shapes and dtypes before it changes anything, and
+        the digests of what travelled as copies; it copies in place, compares the digests of what
+        then lies on its device, drops its prefix cache and recomputes running requests. If this
         raises before the engine began to copy, it goes on with its old weights; if later, it
-        serves nothing more.
+        serves nothing until a sync succeeds.
 
         Args:
-            tensors: all of the module, by its own names, whole; what only a trainer carries (MTP
-                layers) stays here.
+            weights: all of the module, by its own names, whole; or blocks (`Held`), of a group's
+                ranks each its own (`isomodels.megatron.sharding.own_pieces`). What only a trainer
+                carries (MTP layers) stays here. None: nothing of this rank.
             version: name of these weights.
 
         Raises:
@@ -80,20 +117,104 @@ class WeightSender:
         """
         start = time.perf_counter()
         names = self.contract.semantic["parameters"]
-        if missing := sorted(names.keys() - tensors.keys()):
+        blocks = [held for held in as_blocks(weights or ()) if held.name in names]
+        transport = self.transport or _chosen(blocks)
+        with transport.offer(blocks) as offer:
+            told = self._gathered(transport.name, blocks, offer)
+            problem = None
+            if self._first:
+                try:
+                    self._update(transport, blocks, told, version)
+                except Exception as error:
+                    problem = error
+            size = sum(block.nbytes for rank in told for block in rank.blocks)
+            self._agree(problem)
+        return Sent(version, size, time.perf_counter() - start, transport.name)
+
+    def close(self) -> None:
+        """End the connection; the engine goes on with the weights that it has."""
+        if self.transport is not None:
+            self.transport.close()
+        if self.client is not None:
+            self.client.shutdown_weight_transfer_engine()
+
+    def _connect(self) -> None:
+        if self.client is None:
+            raise CheckpointError("a WeightSender needs a client, or a rank other than 0")
+        shake, contract = self.client.init_weight_transfer_engine, self.contract.to_json()
+
+        def call(info: dict[str, Any]) -> None:
+            shake({"contract": contract, **info})
+
+        if self.transport is None:
+            call({})
+        else:
+            self.transport.connect(call)
+
+    def _update(
+        self, transport: Transport, blocks: list[Held], told: "list[_Told]", version: str
+    ) -> None:
+        names = {block.name for rank in told for block in rank.blocks}
+        if missing := sorted(self.contract.semantic["parameters"].keys() - names):
             raise CheckpointError(f"the trainer's weights lack {', '.join(missing[:5])}")
-        tensors = {name: tensors[name] for name in names}
-        manifest = {name: digest(tensor) for name, tensor in tensors.items()}
-        with published(tensors, self.folder) as path:
-            self.client.start_weight_update()
-            self.client.update_weights(
-                {
-                    "path": str(path),
-                    "digests": {name: str(value) for name, value in manifest.items()},
-                    "contract": self.contract.digests["numerical_policy"],
-                    "version": version,
-                }
-            )
-            self.client.finish_weight_update(version)
-        size = sum(tensor.nbytes for tensor in tensors.values())
-        return Sent(version, size, time.perf_counter() - start)
+        if len(others := {rank.transport for rank in told}) > 1:
+            raise CheckpointError(f"the ranks send by {' and '.join(sorted(others))}: choose one")
+        message = {
+            "transport": transport.name,
+            "sources": [source for rank in told for source in rank.sources],
+            "blocks": [block.to_json() for block in _joined(told)],
+            "contract": self.contract.digests["numerical_policy"],
+            "version": version,
+        }
+        client = self.client
+        assert client is not None
+        client.start_weight_update()
+        transport.deliver(blocks, lambda: client.update_weights(message))
+        client.finish_weight_update(version)
+
+    def _gathered(self, transport: str, blocks: list[Held], offer: Offer) -> "list[_Told]":
+        """What each rank offers; on the first, else this rank's own."""
+        values = digests([held.tensor for held in blocks])
+        described = [
+            Block.of(held, value, *place)
+            for held, value, place in zip(blocks, values, offer.places, strict=True)
+        ]
+        own = _Told(transport, offer.sources, described)
+        if self.group is None:
+            return [own]
+        told: list[Any] | None = [None] * self.group.size() if self._first else None
+        dist.gather_object(own, told, group=self.group, group_dst=0)
+        return [own] if told is None else told
+
+    def _agree(self, problem: Exception | None) -> None:
+        """Raise on every rank what the first met."""
+        if self.group is not None:
+            said = [None if problem is None else str(problem)]
+            dist.broadcast_object_list(said, group=self.group, group_src=0)
+            if problem is None and said[0] is not None:
+                raise IsoError(said[0])
+        if problem is not None:
+            raise problem
+
+
+@dataclass(frozen=True)
+class _Told:
+    """What one rank offers."""
+
+    transport: str
+    sources: list[dict[str, Any]]
+    blocks: list[Block]
+
+
+def _joined(told: list[_Told]) -> Iterable[Block]:
+    """The blocks of all ranks, their sources counted through."""
+    first = 0
+    for rank in told:
+        for block in rank.blocks:
+            yield Block(**{**vars(block), "source": first + block.source})
+        first += len(rank.sources)
+
+
+def _chosen(blocks: list[Held]) -> Transport:
+    on_gpu = bool(blocks) and all(held.tensor.is_cuda for held in blocks)
+    return CudaIpc() if on_gpu else SharedMemory()

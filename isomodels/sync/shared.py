@@ -1,71 +1,104 @@
-"""A whole set of weights as one file in shared memory: the trainer writes, engines map it."""
+"""Weights in a nameless file of memory, which engines of this host map: nothing can be left over.
+
+The file is Linux's memfd: it has no name in any folder, it is not bounded by the size of /dev/shm,
+and the kernel frees it with the last process that holds it, however that one ends.
+"""
 
 import os
-import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-import safetensors.torch
-from safetensors import SafetensorError, safe_open
+import torch
 from torch import Tensor
 
 from isomodels.errors import CheckpointError
+from isomodels.sync.blocks import Block, Held
+from isomodels.sync.transport import Alone, Offer
 
-_SHARED_MEMORY = Path("/dev/shm")
-_PREFIX = "isomodels-weights-"
+NAME = "isomodels-weights"  # in /proc/PID/maps
+_ALIGN = 64
 
 
-@contextmanager
-def published(tensors: Mapping[str, Tensor], folder: Path | None = None) -> Iterator[Path]:
-    """Write the tensors to a new file, which goes when the context ends.
+class SharedMemory(Alone):
+    """The trainer's side, for engines on the same host that may read this process's files."""
 
-    Whoever has the file mapped keeps its content until it lets go.
+    name = "shared_memory"
 
-    Args:
-        tensors: by name, on any device.
-        folder: where; by default shared memory, which other processes of this host map without a
-            copy. For engines on another host: a folder that both see.
+    @contextmanager
+    def offer(self, blocks: Sequence[Held]) -> Iterator[Offer]:
+        """One file of all blocks, written from any device.
 
-    Yields:
-        The file.
-
-    Raises:
-        CheckpointError: the folder has no room, or cannot be written.
-    """
-    folder = folder or _SHARED_MEMORY
-    try:
-        descriptor, name = tempfile.mkstemp(prefix=_PREFIX, dir=folder)
-    except OSError as error:
-        raise CheckpointError(f"cannot write weights to {folder}: {error.strerror}") from None
-    os.close(descriptor)
-    path = Path(name)
-    try:
-        held = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
-        size = sum(tensor.nbytes for tensor in held.values())
-        status = os.statvfs(folder)
-        if size > status.f_bavail * status.f_frsize:
+        Raises:
+            CheckpointError: the host has too little free memory.
+        """
+        places, size = [], 0
+        for held in blocks:
+            places.append((0, size))
+            size += -(-held.tensor.nbytes // _ALIGN) * _ALIGN
+        _require_memory(size)
+        descriptor = os.memfd_create(NAME)
+        try:
+            path = f"/proc/{os.getpid()}/fd/{descriptor}"
+            if size:
+                os.posix_fallocate(descriptor, 0, size)
+                _write(path, size, blocks, places)
+            yield Offer([{"path": path, "bytes": size}], places)
+        except OSError as error:
             raise CheckpointError(
-                f"{size / 1e9:.1f} GB of weights do not fit into {folder}: make it larger, or "
-                "name another folder"
-            )
-        safetensors.torch.save_file(held, path)
-        yield path
-    except SafetensorError as error:
-        raise CheckpointError(f"cannot write weights to {path}: {error}") from None
-    finally:
-        path.unlink(missing_ok=True)
+                f"{size / 1e9:.1f} GB of shared memory cannot be had: {error.strerror}"
+            ) from None
+        finally:
+            os.close(descriptor)
 
 
-@contextmanager
-def mapped(path: Path) -> Iterator[dict[str, Tensor]]:
-    """The tensors of such a file, mapped and not read.
+class SharedMemoryReceiver:
+    """A worker's side."""
 
-    Raises:
-        CheckpointError: no such file, or a damaged one.
-    """
+    lasting = True
+    damages = True
+
+    @contextmanager
+    def read(
+        self, sources: Sequence[dict[str, Any]], blocks: Sequence[Block], device: torch.device
+    ) -> Iterator[Iterator[Tensor]]:
+        """Views of the mapped files; see `Receiver`."""
+        mapped = [_mapped(Path(source["path"]), source["bytes"]) for source in sources]
+        yield (block.within(mapped[block.source]) for block in blocks)
+
+
+def _write(path: str, size: int, blocks: Sequence[Held], places: list[tuple[int, int]]) -> None:
+    file = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
+    for held, (source, place) in zip(blocks, places, strict=True):
+        Block.of(held, 0, source, place).within(file).copy_(held.tensor.detach())
+
+
+def _mapped(path: Path, size: int) -> Tensor:
     try:
-        with safe_open(path, framework="pt") as file:
-            yield {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"the trainer's weights at {path} cannot be read: {error}") from None
+        if path.stat().st_size != size:
+            raise CheckpointError(
+                f"the trainer's weights at {path} are {path.stat().st_size} bytes instead of {size}"
+            )
+        if not size:
+            return torch.empty(0, dtype=torch.uint8)
+        return torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
+    except (OSError, RuntimeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
+        raise CheckpointError(
+            f"the trainer's weights at {path} cannot be read ({reason}): the trainer has ended, or "
+            "runs on another host, in another container or as another user, for which there is "
+            "isomodels.sync.Network"
+        ) from None
+
+
+def _require_memory(size: int) -> None:
+    """Refuse what would start the kernel's search for a process to kill."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        key, _, value = line.partition(":")
+        if key == "MemAvailable" and size > int(value.split()[0]) * 1024:
+            raise CheckpointError(
+                f"{size / 1e9:.1f} GB of weights do not fit into the "
+                f"{int(value.split()[0]) * 1024 / 1e9:.1f} GB of free memory: free some, or use "
+                "isomodels.sync.CudaIpc where the weights lie on a GPU"
+            )

@@ -5,19 +5,24 @@
 * `EngineCore.collective_rpc`: weights change under a live engine through this call alone, whatever
   the door (`LLM`, HTTP). vLLM keeps the prefix cache and running requests of the old weights;
   a token's history would then be of two models. And an unsound folder is refused here, where
-  nothing has changed yet. The same call, with a method of ours, tells the workers' contracts:
-  vLLM has no hook for questions to a model.
+  nothing has changed yet. A sync's weights and their version change in this one call, so that no
+  step has the one without the other. A worker's refusal is its answer, not an exception: vLLM
+  would read the first and leave the others' answers for the next call. A handshake ends an update
+  that a killed trainer left open. The same call, with a method of ours, tells the workers'
+  contracts: vLLM has no hook for questions to a model.
 
 Both act only for `model_impl == "isomodels"`. On a vLLM that was not checked, only the first is
 installed, and it refuses.
 """
 
 import functools
+import pickle
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from isomodels.errors import HostError
 from isomodels.vllm.plugin import MODEL_IMPL
 from isomodels.vllm.versions import CHECKED_VERSIONS, check_vllm, vllm_version
 
@@ -25,8 +30,14 @@ from isomodels.vllm.versions import CHECKED_VERSIONS, check_vllm, vllm_version
 # those of vLLM's own class of the same architecture do not.
 RESOLVED_PREFIX = "IsoModels"
 
-# Worker methods that change weights.
-_WEIGHT_CHANGES = {"reload_weights", "update_weights", "finish_weight_update"}
+# Worker methods that change weights, and those of a sync (isomodels/vllm/weight_transfer.py).
+_WEIGHT_CHANGES = {"reload_weights", "update_weights"}
+_SYNC = {
+    "init_weight_transfer_engine",
+    "start_weight_update",
+    "update_weights",
+    "finish_weight_update",
+}
 
 # A call that vLLM does not have: the contracts of all workers. (vLLM's HTTP route: POST
 # /collective_rpc with {"method": "isomodels_contract"}, under VLLM_SERVER_DEV_MODE=1.)
@@ -104,16 +115,47 @@ def _patch_engine_core() -> None:
         ours = self.vllm_config.model_config.model_impl == MODEL_IMPL
         if ours and method == CONTRACT_CALL:
             return original(self, _contract_of_worker, timeout)
-        if not ours or method not in _WEIGHT_CHANGES:
+        if not ours or method not in _WEIGHT_CHANGES | _SYNC:
             return original(self, method, timeout, args, kwargs)
         if method == "reload_weights":
             _check_reload(args, kwargs or {})
         try:
-            return original(self, method, timeout, args, kwargs)
+            if method not in _SYNC:
+                return original(self, method, timeout, args, kwargs)
+            answers = original(self, SyncCall(method), timeout, args, kwargs)
+            for answer in answers:
+                if isinstance(answer, Exception):
+                    raise answer
+            if method == "update_weights":
+                self.set_weight_version((kwargs or {})["update_info"]["version"])
+            return answers
         finally:
-            self.reset_prefix_cache(reset_running_requests=True)
+            if method in _WEIGHT_CHANGES:
+                self.reset_prefix_cache(reset_running_requests=True)
 
     EngineCore.collective_rpc = collective_rpc
+
+
+class SyncCall:
+    """A worker's method, whose exception is an answer."""
+
+    def __init__(self, method: str):
+        self.method = method
+
+    def __call__(self, worker: Any, *args: Any, **kwargs: Any) -> Any:
+        """In one worker."""
+        worker = getattr(worker, "worker", worker)  # vLLM's wrapper of it
+        if self.method == "init_weight_transfer_engine":
+            worker._weight_update_active = False
+        try:
+            return getattr(worker, self.method)(*args, **kwargs)
+        except Exception as error:
+            worker._weight_update_active = False
+            try:
+                pickle.loads(pickle.dumps(error))
+            except Exception:  # it could not reach another process
+                return HostError(f"{type(error).__name__}: {error}")
+            return error
 
 
 def _contract_of_worker(worker: Any) -> str:

@@ -21,14 +21,26 @@ class LLMSyncClient:
         """Compare contracts."""
         self.llm.init_weight_transfer_engine({"init_info": init_info})
 
+    def shutdown_weight_transfer_engine(self) -> None:
+        """Let go of the trainer."""
+        self.llm.shutdown_weight_transfer_engine()
+
     def start_weight_update(self) -> None:
         """Begin."""
         self.llm.start_weight_update()
 
     def update_weights(self, update_info: Any) -> None:
-        """Change the weights."""
+        """Change the weights, check them, and name them."""
         self.llm.update_weights({"update_info": update_info})
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Compare digests, and name the new weights."""
+        """End."""
         self.llm.finish_weight_update(weight_version)
+
+    def weight_version(self) -> str:
+        """Name of the weights that the engine serves; "default" before the first sync.
+
+        vLLM labels with it the tokens of a request's final output, and so their logprobs
+        (`CompletionOutput.weight_versions`). (Over HTTP: GET /get_weight_version.)
+        """
+        return str(self.llm.get_weight_version())

@@ -1,16 +1,13 @@
 """Weights from a trainer into this engine: vLLM's weight transfer "isomodels".
 
 Started by `--weight-transfer-config '{"backend": "isomodels"}'`. The trainer's side is
-`isomodels.sync.WeightSender`.
+`isomodels.sync.WeightSender`. One call of the engine does a whole sync: no step runs in between.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
-import torch
-from torch import Tensor
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -18,18 +15,29 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from isomodels.contract import Contract, require_same
-from isomodels.errors import CheckpointError, ContractError
-from isomodels.layers.parallel import named_tensors
-from isomodels.sync.digest import digest
-from isomodels.sync.shared import mapped
-from isomodels.weights_conv.bits import dtype_name, shorten
+from isomodels.errors import CheckpointError, ContractError, IsoError
+from isomodels.layers.pieces import pieces
+from isomodels.sync.blocks import Block
+from isomodels.sync.cuda_ipc import CudaIpcReceiver
+from isomodels.sync.network import NetworkReceiver
+from isomodels.sync.shared import SharedMemoryReceiver
+from isomodels.sync.transport import Receiver
+from isomodels.vllm.incoming import arrive, check_blocks, copy_in_place
+
+T = TypeVar("T")
 
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """Attributes: contract: the trainer's, as JSON."""
+    """A handshake.
+
+    Attributes:
+        contract: the trainer's, as JSON.
+        network: how its `Network` is reached, if it has one.
+    """
 
     contract: str
+    network: dict[str, Any] | None = None
 
 
 @dataclass
@@ -37,37 +45,51 @@ class UpdateInfo(WeightTransferUpdateInfo):
     """One set of weights.
 
     Attributes:
-        path: safetensors file of all of the module's tensors, by its own names.
-        digests: {name: `isomodels.sync.digest` as a decimal}.
+        transport: name of the trainer's.
+        sources: where the bytes lie, as that transport says it.
+        blocks: each as `Block.to_json`.
         contract: digest of the trainer's numerical policy.
         version: name of the weights.
     """
 
-    path: str
-    digests: dict[str, str]
+    transport: str
+    sources: list[dict[str, Any]]
+    blocks: list[dict[str, Any]]
     contract: str
     version: str
+    parsed: list[Block] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.parsed = [Block.from_json(one) for one in self.blocks]
 
 
 class IsoModelsWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """The worker's side of a sync."""
+    """A worker's side of a sync."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
     supports_draft_weight_update = False
 
     _agreed: str | None = None
-    _expected: dict[str, str] | None = None
+    _parameters: dict[str, list[int]] | None = None
+    _network: NetworkReceiver | None = None
+    _received = False
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Compare contracts.
+        """Compare contracts, and join the trainer's network if it has one.
 
         Raises:
             ContractError: the trainer would not give the bits of this engine.
+            CheckpointError: its network is out of reach.
         """
+        self.shutdown()
         trainer = Contract.from_json(init_info.contract, "the trainer's contract")
-        require_same(trainer, self.model.contract())
+        own = self.model.contract()
+        require_same(trainer, own)
+        if init_info.network is not None:
+            self._network = NetworkReceiver(init_info.network, self._worker)
         self._agreed = trainer.digests["numerical_policy"]
+        self._parameters = own.semantic["parameters"]
 
     def start_weight_update(self) -> None:
         """Nothing changes yet.
@@ -80,89 +102,83 @@ class IsoModelsWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
                 "weights were sent before contracts were compared: send them with "
                 "isomodels.sync.WeightSender"
             )
-        self._expected = None
+        self._received = False
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Check everything, then copy in place: CUDA graphs stay valid.
+        """Check everything, copy in place (CUDA graphs stay valid), and check what lies there.
+
+        All workers of the engine go on together, or none does.
 
         Raises:
-            ContractError, CheckpointError: nothing was changed.
+            ContractError, CheckpointError: nothing was changed; or, where the message says that
+                the engine serves nothing, the copy was interrupted or gave other bits.
         """
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """See `update_weights`."""
-        if update_info.contract != self._agreed:
+        blocks, mine = update_info.parsed, pieces(self.model.core)
+        receiver = self._together(lambda: self._admit(update_info))
+        with receiver.read(update_info.sources, blocks, self.device) as tensors:
+            sources = self._together(lambda: arrive(receiver, blocks, tensors, mine, self.device))
+            self.model.refusal = "a sync of weights was interrupted: send them again"
+            self._together(lambda: copy_in_place(sources, mine))
+        self.model.refusal = None
+        self._received = True
+
+    def finish_weight_update(self) -> None:
+        """End; all was checked already.
+
+        Raises:
+            CheckpointError: no weights came.
+        """
+        if not self._received:
+            raise CheckpointError("a weight update ended without weights: the old ones stay")
+        self._received = False
+
+    def shutdown(self) -> None:
+        """The trainer has gone."""
+        self._agreed = self._parameters = self._network = None
+
+    def _admit(self, update: UpdateInfo) -> Receiver:
+        """Refuse what is not for this engine, before anything is opened."""
+        if update.contract != self._agreed or self._parameters is None:
             raise ContractError(
                 "these weights are of another contract than the one that was compared: make a new "
                 "WeightSender after a change of the trainer"
             )
-        own = self._own_tensors()
-        with mapped(Path(update_info.path)) as tensors:
-            check_tensors(tensors, own, update_info.digests)
-            self.model.refusal = "a sync of weights was interrupted: start the engine anew"
-            with torch.no_grad():
-                for name, tensor in tensors.items():
-                    own[name].copy_(tensor)
-        self._expected = dict(update_info.digests)
+        check_blocks(update.parsed, self._parameters, pieces(self.model.core))
+        if update.transport == "network":
+            if self._network is None:
+                raise CheckpointError("no network was joined: make a new WeightSender")
+            return self._network
+        if update.transport == "cuda_ipc":
+            return CudaIpcReceiver()
+        if update.transport == "shared_memory":
+            return SharedMemoryReceiver()
+        raise CheckpointError(f"no weights travel by {update.transport!r} here")
 
-    def finish_weight_update(self) -> None:
-        """Compare digests of what now lies on the device, and serve again.
+    @property
+    def _worker(self) -> int:
+        parallel = self.parallel_config
+        return int(parallel.data_parallel_index * parallel.world_size + parallel.rank)
 
-        Raises:
-            CheckpointError: no weights came (the old ones stay), or they differ from the trainer's
-                (the engine then serves nothing more).
-        """
-        if self._expected is None:
-            raise CheckpointError("a weight update ended without weights: the old ones stay")
-        expected, self._expected = self._expected, None
-        own = self._own_tensors()
-        wrong = [name for name, value in expected.items() if str(digest(own[name])) != value]
-        if wrong:
-            raise CheckpointError(
-                f"after the sync {shorten(wrong)} differ from the trainer's: start the engine anew"
-            )
-        self.model.refusal = None
+    def _together(self, step: Callable[[], T]) -> T:
+        """What a step gives here, if it succeeded in every worker; else its error, in every one."""
+        problem: Exception | None = None
+        try:
+            result = step()
+        except Exception as error:
+            problem = error
+        if self.parallel_config.world_size > 1:
+            import torch.distributed as dist
+            from vllm.distributed import get_world_group
 
-    def shutdown(self) -> None:
-        """The trainer has gone."""
-        self._agreed = None
-
-    def _own_tensors(self) -> dict[str, Tensor]:
-        return named_tensors(self.model.core)
-
-
-def check_tensors(
-    tensors: Mapping[str, Tensor], own: Mapping[str, Tensor], digests: Mapping[str, str]
-) -> None:
-    """Check names on both sides, shapes, dtypes, and the bits as the trainer had them.
-
-    Args:
-        tensors: the trainer's.
-        own: the engine's.
-        digests: of the trainer's tensors, as decimals.
-
-    Raises:
-        CheckpointError: naming all that differs.
-    """
-    problems = []
-    if missing := own.keys() - tensors.keys():
-        problems.append(f"missing: {shorten(missing)}")
-    if left_over := tensors.keys() - own.keys():
-        problems.append(f"left over: {shorten(left_over)}")
-    for name in sorted(own.keys() & tensors.keys()):
-        theirs, ours = tensors[name], own[name]
-        if theirs.shape != ours.shape or theirs.dtype != ours.dtype:
-            problems.append(
-                f"{name} is {dtype_name(theirs.dtype)} {list(theirs.shape)} instead of "
-                f"{dtype_name(ours.dtype)} {list(ours.shape)}"
-            )
-    if not problems:
-        wrong = [n for n, tensor in tensors.items() if str(digest(tensor)) != digests.get(n)]
-        if wrong:
-            problems.append(f"damaged on the way: {shorten(wrong)}")
-    if problems:
-        raise CheckpointError(
-            "the trainer's weights are not those of this engine, which keeps its old ones: "
-            + "; ".join(problems)
-        )
+            said: list[Any] = [None] * self.parallel_config.world_size
+            own = None if problem is None else f"{type(problem).__name__}: {problem}"
+            dist.all_gather_object(said, own, group=get_world_group().cpu_group)
+            if problem is None and (others := [text for text in said if text is not None]):
+                raise IsoError(f"another worker refused: {others[0]}")
+        if problem is not None:
+            raise problem
+        return result

@@ -1,21 +1,21 @@
 """Weights from a trainer into a running engine: contract first, all or nothing, equal bits."""
 
 import json
-import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from isomodels.contract import Contract, contract_of
 from isomodels.errors import CheckpointError, ContractError
+from isomodels.layers.pieces import pieces
 from isomodels.sync import WeightSender, digest
-from isomodels.vllm import Engine, LLMSyncClient, Request
-from isomodels.vllm.weight_transfer import IsoModelsWeightTransfer, check_tensors
+from isomodels.sync.blocks import Block, Whole
+from isomodels.vllm import Engine, LLMSyncClient, Request, weight_transfer
+from isomodels.vllm.incoming import check_blocks
 from tests.checkpoints import make_qwen3
 from tests.vllm.support import assert_equal_bits, draw, load_core
 
@@ -86,14 +86,19 @@ def test_a_refused_sync_keeps_the_old_weights(engine: Engine, folders: list[Path
     check(engine, folders[0])
 
 
-def test_the_names_on_both_sides_must_be_equal():
-    own = {"a": torch.zeros(2), "b": torch.zeros(2)}
-    digests = {name: str(digest(t)) for name, t in own.items()}
-    check_tensors(own, own, digests)
-    with pytest.raises(CheckpointError, match="missing: b"):
-        check_tensors({"a": own["a"]}, own, digests)
+def test_the_names_on_both_sides_must_be_equal(folders: list[Path]):
+    core = load_core(folders[0])
+    tensors = weights(folders[0])
+    parameters = {name: list(t.shape) for name, t in tensors.items()}
+    blocks = [Block.of(Whole(name, t), 0, 0, 0) for name, t in tensors.items()]
+    check_blocks(blocks, parameters, pieces(core))
+    with pytest.raises(CheckpointError, match=f"missing: {blocks[0].name}"):
+        check_blocks(blocks[1:], parameters, pieces(core))
+    more = Block.of(Whole("c", torch.zeros(1)), 0, 0, 0)
     with pytest.raises(CheckpointError, match="left over: c"):
-        check_tensors({**own, "c": torch.zeros(1)}, own, digests)
+        check_blocks([*blocks, more], parameters, pieces(core))
+    with pytest.raises(CheckpointError, match=f"not filled exactly once: {blocks[0].name}"):
+        check_blocks([*blocks, blocks[0]], parameters, pieces(core))
 
 
 def test_what_only_a_trainer_carries_stays_there(engine: Engine, folders: list[Path]):
@@ -105,18 +110,21 @@ def test_what_only_a_trainer_carries_stays_there(engine: Engine, folders: list[P
 def test_damage_on_the_way_is_seen_before_anything_changes(
     engine: Engine, folders: list[Path], monkeypatch: pytest.MonkeyPatch
 ):
-    import isomodels.sync.sender as module
+    import isomodels.sync.shared as module
 
     sender = WeightSender(LLMSyncClient(engine.llm), contract_of(folders[0]))
-    real = module.published
-    monkeypatch.setattr(module, "published", lambda t, f: real({**t, **flipped(t)}, f))
+    write = module._write
 
-    def flipped(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        one = tensors["model.norm.weight"].clone()
-        one.view(torch.int16)[3] ^= 1
-        return {"model.norm.weight": one}
+    def damaged(path, size, blocks, places):
+        write(path, size, blocks, places)
+        with open(path, "r+b") as file:
+            file.seek(places[3][1] + 5)
+            byte = file.read(1)
+            file.seek(places[3][1] + 5)
+            file.write(bytes([byte[0] ^ 1]))
 
-    with pytest.raises(CheckpointError, match=r"damaged on the way: model\.norm\.weight"):
+    monkeypatch.setattr(module, "_write", damaged)
+    with pytest.raises(CheckpointError, match=r"damaged on the way .*keeps its old"):
         sender.send(weights(folders[0]), "damaged")
     check(engine, folders[0])
 
@@ -142,23 +150,40 @@ def test_contracts_are_compared_first(engine: Engine, folders: list[Path]):
 
 def test_an_interrupted_copy_stops_serving(engine: Engine, folders: list[Path], monkeypatch):
     sender = WeightSender(LLMSyncClient(engine.llm), contract_of(folders[0]))
-    core = engine._model.core
-    copied = []
+    real = weight_transfer.copy_in_place
 
-    class Failing(dict):
-        def __getitem__(self, name):
-            copied.append(name)
-            if len(copied) > len(self) + 3:  # after the checks and three copies
-                raise RuntimeError("the device is lost")
-            return super().__getitem__(name)
+    def failing(sources, mine):
+        real(sources[:3], mine[:3])
+        raise RuntimeError("the device is lost")
 
-    own = Failing({**dict(core.named_parameters()), **dict(core.named_buffers())})
-    monkeypatch.setattr(IsoModelsWeightTransfer, "_own_tensors", lambda self: own)
+    monkeypatch.setattr(weight_transfer, "copy_in_place", failing)
     with pytest.raises(RuntimeError, match="the device is lost"):
         sender.send(weights(folders[1]), "lost")
     assert "interrupted" in engine._model.refusal
     with pytest.raises(CheckpointError, match="interrupted"):
         engine._model.compute_logits(torch.zeros(1, 128))
+    monkeypatch.undo()
+    sender.send(weights(folders[0]), "whole again")
+    check(engine, folders[0])
+
+
+def test_other_bits_after_the_copy_stop_serving(engine: Engine, folders: list[Path], monkeypatch):
+    import isomodels.vllm.incoming as module
+
+    sender = WeightSender(LLMSyncClient(engine.llm), contract_of(folders[0]))
+    real = module.copy_and_digest
+
+    def swapped(sources, targets):
+        first, second, *rest = targets
+        real([sources[0]], [first])
+        first.view(torch.int16).view(-1)[7] ^= 1
+        return [digest(first), *real(sources[1:], [second, *rest])]
+
+    monkeypatch.setattr(module, "copy_and_digest", swapped)
+    with pytest.raises(CheckpointError, match="differ from the trainer's: the engine serves noth"):
+        sender.send(weights(folders[1]), "wrong")
+    assert engine._model.refusal is not None
+    assert LLMSyncClient(engine.llm).weight_version() != "wrong"
     monkeypatch.undo()
     sender.send(weights(folders[0]), "whole again")
     check(engine, folders[0])
@@ -176,38 +201,25 @@ def test_a_file_that_is_gone_or_cut_is_refused(engine: Engine, folders: list[Pat
     contract = contract_of(folders[0])
     client = LLMSyncClient(engine.llm)
     client.init_weight_transfer_engine({"contract": contract.to_json()})
-    tensors = weights(folders[0])
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
-    save_file(tensors, whole)
-    shutil.copy(whole, cut)
-    with cut.open("r+b") as file:
-        file.truncate(whole.stat().st_size // 2)
-    for path in (tmp_path / "absent", cut):
+    cut = tmp_path / "cut"
+    cut.write_bytes(b"short")
+    blocks = [Block.of(Whole(n, t), digest(t), 0, 0) for n, t in weights(folders[0]).items()]
+    for path, message in ((tmp_path / "absent", "cannot be read"), (cut, "5 bytes instead of")):
         client.start_weight_update()
         info = {
-            "path": str(path),
-            "digests": {n: str(digest(t)) for n, t in tensors.items()},
+            "transport": "shared_memory",
+            "sources": [{"path": str(path), "bytes": 1 << 20}],
+            "blocks": [block.to_json() for block in blocks],
             "contract": contract.digests["numerical_policy"],
             "version": "x",
         }
-        with pytest.raises(CheckpointError, match="cannot be read"):
+        with pytest.raises(CheckpointError, match=message):
             client.update_weights(info)
+    for field, value, message in (
+        ("transport", "pigeon", "no weights travel by 'pigeon'"),
+        ("transport", "network", "no network was joined"),
+    ):
+        client.start_weight_update()
+        with pytest.raises(CheckpointError, match=message):
+            client.update_weights({**info, field: value})
     check(engine, folders[0])
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8, torch.int64])
-def test_the_digest_sees_every_single_change(dtype):
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randint(0, 200, (37, 11), generator=generator).to(dtype)
-    base = digest(x)
-    assert digest(x.t().contiguous().t()) == base  # strides are no content
-    words = x.clone().view(-1).view(torch.uint8)
-    for place in range(0, len(words), 7):
-        changed = words.clone()
-        changed[place] ^= 1
-        assert digest(changed.view(dtype).view(x.shape)) != base
-    swapped = x.clone().view(-1)
-    swapped[[0, 1]] = swapped[[1, 0]]
-    assert (digest(swapped.view(x.shape)) != base) == bool((swapped != x.view(-1)).any())
-    assert digest(torch.tensor([0.0])) != digest(torch.tensor([-0.0]))
-    assert digest(torch.zeros(3)) != digest(torch.zeros(4))

@@ -1,0 +1,102 @@
+"""Many tensors of a GPU digested, or copied and digested, in one launch (see `digest`)."""
+
+# Arguments of kernels have Triton's own types.
+# mypy: disable-error-code="no-untyped-def"
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from isomodels.sync.digest import signed
+
+# All tuning. What the running programs have copied must still lie in the L2 when they read it.
+TENSORS = 1024  # of one launch
+PASSES, BLOCK, WARPS = 4, 2048, 4  # a program takes PASSES * BLOCK words
+
+
+def digest_all(tensors: Sequence[Tensor], targets: Sequence[Tensor] | None = None) -> list[int]:
+    """Digests of tensors, or of the targets that they are first copied to.
+
+    Args:
+        tensors: of one device, contiguous, each of whole vectors of 16 bytes and aligned to them.
+        targets: as the tensors, no two of which overlap.
+
+    Returns:
+        One digest a tensor.
+    """
+    device = tensors[0].device
+    held = torch.empty(4, TENSORS, dtype=torch.int64, device=device)
+    # Addresses as words from one aligned pointer: Triton knows no alignment of an address.
+    first = [(tensor.data_ptr() - held.data_ptr()) // 4 for tensor in tensors]
+    second = first
+    if targets is not None:
+        second = [(target.data_ptr() - held.data_ptr()) // 4 for target in targets]
+    words = [tensor.nbytes // 4 for tensor in tensors]
+    sums = torch.zeros(len(tensors), dtype=torch.int64, device=device)
+    with torch.cuda.device_of(held):
+        for start in range(0, len(tensors), TENSORS):
+            some = slice(start, start + TENSORS)
+            table = np.zeros((4, TENSORS), dtype=np.int64)
+            count = len(words[some])
+            table[0, :count], table[1, :count] = first[some], second[some]
+            table[2, :count] = words[some]
+            # The programs up to and with a tensor's last: a program finds its tensor by it.
+            table[3] = np.cumsum(-(-table[2] // (PASSES * BLOCK)))
+            held.copy_(torch.from_numpy(table))
+            _digest[(int(table[3, -1]),)](
+                held,
+                held.view(torch.int32),
+                sums[some],
+                COPY=targets is not None,
+                TENSORS=TENSORS,
+                PASSES=PASSES,
+                BLOCK=BLOCK,
+                num_warps=WARPS,
+            )
+    counts = zip(sums.tolist(), words, strict=True)
+    return [signed(total + number * number) for total, number in counts]
+
+
+@triton.jit(do_not_specialize=["sums_ptr"])
+def _digest(
+    table_ptr,
+    base_ptr,
+    sums_ptr,
+    COPY: tl.constexpr,
+    TENSORS: tl.constexpr,
+    PASSES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Adds the sum of w_i (2 i + 1) over one program's words to its tensor's sum."""
+    program = tl.program_id(0)
+    at = tl.arange(0, TENSORS)
+    ends = tl.load(table_ptr + 3 * TENSORS + at)
+    index = tl.sum((ends <= program).to(tl.int32), 0)
+    before = tl.max(tl.where(at < index, ends, 0), 0)
+    first = (program - before) * (PASSES * BLOCK)
+    source = base_ptr + tl.multiple_of(tl.load(table_ptr + index) + first, 4)
+    target = base_ptr + tl.multiple_of(tl.load(table_ptr + TENSORS + index) + first, 4)
+    left = tl.load(table_ptr + 2 * TENSORS + index) - first
+    left = tl.multiple_of(tl.minimum(left, PASSES * BLOCK).to(tl.int32), 4)
+
+    offsets = tl.arange(0, BLOCK)
+    if COPY:
+        for i in tl.static_range(PASSES):
+            mine = offsets + i * BLOCK < left
+            words = tl.load(source + (offsets + i * BLOCK), mask=mine)
+            tl.store(target + (offsets + i * BLOCK), words, mask=mine)
+    weighted = tl.zeros([BLOCK], tl.int64)
+    plain = tl.zeros([BLOCK], tl.int64)
+    for i in tl.static_range(PASSES):
+        mine = offsets + i * BLOCK < left
+        # volatile: what lies there, not what was stored
+        words = tl.load(target + (offsets + i * BLOCK), mask=mine, other=0, volatile=COPY)
+        wide = words.to(tl.int64)
+        weighted += wide * (2 * (offsets + i * BLOCK) + 1).to(tl.int64)
+        plain += wide
+    total = tl.sum(weighted, 0) + 2 * first * tl.sum(plain, 0)
+    tl.atomic_add(sums_ptr + index, total, sem="relaxed")
