@@ -5,10 +5,11 @@ import signal
 import sys
 import tempfile
 import traceback
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -35,6 +36,14 @@ def parity(
         int | None,
         typer.Option(min=1, help="With --config: so many layers instead of the config's."),
     ] = None,
+    forward_only: Annotated[
+        bool,
+        typer.Option(
+            "--forward-only",
+            help="With --config: for a model that fits the device only once. Both sides draw the "
+            "weights, one after the other; nothing is trained, stored, or compared with stock.",
+        ),
+    ] = False,
     arch: Annotated[
         str | None,
         typer.Option(
@@ -93,6 +102,8 @@ def parity(
     """
     from isomodels.config import DTYPES
     from isomodels.megatron.layout import Degrees
+    from isomodels.parity.checkpoints import random_checkpoint
+    from isomodels.parity.forward_only import run_forward_only
     from isomodels.parity.remote import ProcessError
     from isomodels.parity.report import as_json, print_report
     from isomodels.parity.run import check_device, run_parity
@@ -105,10 +116,14 @@ def parity(
         raise UnsupportedError("--checkpoint and --config: give one of them")
     if num_layers is not None and config is None:
         raise UnsupportedError("--num-layers is only for --config")
+    if forward_only and config is None:
+        raise UnsupportedError("--forward-only is only for --config")
     sizes = WORKLOADS[workload]
     if max_num_batched_tokens is not None:
         sizes = replace(sizes, max_num_batched_tokens=max_num_batched_tokens)
     of_trainer, of_engine = Degrees.parse(trainer_layout), Degrees.parse(engine_layout)
+    if forward_only and (of_trainer, of_engine) != (Degrees(), Degrees()):
+        raise UnsupportedError("--forward-only runs no parallel layout: leave out the layouts")
     check_device(device)
     check_writable(json_file)
     # Ending by a signal, too, must end the processes below and remove what they left.
@@ -120,7 +135,8 @@ def parity(
         if checkpoint is not None:
             chosen = _given(checkpoint, arch, dtype, folder)
         else:
-            chosen = _drawn(config, num_layers, arch, dtype, seed, device, folder)
+            write = _config_alone if forward_only else random_checkpoint
+            chosen = _drawn(config, num_layers, arch, dtype, seed, device, folder, write)
 
         def say(what: str) -> None:
             status.update(what)
@@ -128,16 +144,19 @@ def parity(
                 progress.print(what, highlight=False)
 
         try:
-            report = run_parity(
-                chosen,
-                device=device,
-                seed=seed,
-                workload=sizes,
-                stock=stock,
-                say=say,
-                trainer_layout=of_trainer,
-                engine_layout=of_engine,
-            )
+            if forward_only:
+                report = run_forward_only(chosen, device=device, seed=seed, workload=sizes, say=say)
+            else:
+                report = run_parity(
+                    chosen,
+                    device=device,
+                    seed=seed,
+                    workload=sizes,
+                    stock=stock,
+                    say=say,
+                    trainer_layout=of_trainer,
+                    engine_layout=of_engine,
+                )
         except IsoError:
             raise
         except Exception as error:  # an uncaught one would exit with 1, "a difference"
@@ -174,10 +193,11 @@ def _drawn(
     seed: int,
     device: str,
     folder: Path,
+    write: Callable[..., Path],
 ) -> Path:
-    """A checkpoint with random weights."""
+    """A checkpoint with random weights, by `random_checkpoint` or as it."""
     from isomodels.config import load_config_dict, read_config
-    from isomodels.parity.checkpoints import random_checkpoint, tiny_config
+    from isomodels.parity.checkpoints import tiny_config
 
     if config is None:
         raw = tiny_config(arch or DEFAULT_ARCH)
@@ -190,7 +210,15 @@ def _drawn(
             raw["num_hidden_layers"] = num_layers
             if raw.get("layer_types"):
                 raw["layer_types"] = raw["layer_types"][:num_layers]
-    return random_checkpoint(folder / "random", raw, dtype or "bfloat16", seed, device)
+    return write(folder / "random", raw, dtype or "bfloat16", seed, device)
+
+
+def _config_alone(path: Path, raw: dict[str, Any], dtype: str, *_: Any) -> Path:
+    """Instead of a checkpoint: what the sides need that draw their weights."""
+    path.mkdir()
+    raw = {k: v for k, v in raw.items() if k != "torch_dtype"} | {"dtype": dtype}
+    (path / "config.json").write_text(json.dumps(raw, indent=2))
+    return path
 
 
 def _check_arch(source: Path, architecture: str, asked: str | None) -> None:

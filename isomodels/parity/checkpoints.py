@@ -1,14 +1,16 @@
 """Random checkpoints, made from an architecture's own conversion table."""
 
+import hashlib
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from isomodels.config import read_config
+from isomodels.layers.hybrid_config import HybridConfig
 from isomodels.registry import get_spec, load_object
 from isomodels.weights_conv.rules import Tied, resolve
 from isomodels.weights_conv.write import write_checkpoint
@@ -46,18 +48,44 @@ def random_checkpoint(
     """
     generator = torch.Generator(device).manual_seed(seed)
     raw = {k: v for k, v in raw.items() if k != "torch_dtype"} | {"dtype": dtype}
+    try:
+        return draw_checkpoint(path, raw, drawing(read_config(raw)[1], generator))
+    finally:
+        torch.cuda.empty_cache()  # the hosts need the room
+
+
+def drawing(config: Any, generator: torch.Generator) -> Callable[[str, tuple[int, ...]], Tensor]:
+    """The function that draws a tensor of a model, by its name and shape, in fp32.
+
+    Args:
+        config: of the model.
+        generator: on the device where it shall be.
+    """
     # their norms multiply with 1 + weight, but for the gated one
-    centred = read_config(raw)[0].family == "hybrid"
+    centred = isinstance(config, HybridConfig)
 
     def draw(name: str, shape: tuple[int, ...]) -> Tensor:
         x = _draw(name, shape, generator)
         shifted = centred and "norm" in name and not name.endswith("linear_attn.norm.weight")
         return x - 1.0 if shifted else x
 
-    try:
-        return draw_checkpoint(path, raw, draw)
-    finally:
-        torch.cuda.empty_cache()  # the hosts need the room
+    return draw
+
+
+@torch.no_grad()
+def draw_weights(core: nn.Module, seed: int) -> None:
+    """Fill a module where it lies: the same values on every device of a kind.
+
+    Each tensor has a generator of its own, of seed and name, so that no order matters. Stacked
+    experts are drawn one by one: all of them in fp32 might not fit.
+    """
+    for name, tensor in core.state_dict().items():
+        digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+        generator = torch.Generator(tensor.device)
+        generator.manual_seed(int.from_bytes(digest[:7], "little"))
+        draw = drawing(core.config, generator)
+        for part in tensor if tensor.dim() == 3 else [tensor]:
+            part.copy_(draw(name, tuple(part.shape)))
 
 
 def draw_checkpoint(

@@ -7,12 +7,17 @@ from isomodels.config import read_config
 from isomodels.layers.hybrid_config import HybridConfig
 from isomodels.layers.mla_config import LatentMoEConfig
 from isomodels.megatron.layout import Degrees
+from isomodels.parity.checkpoints import draw_weights
 from isomodels.parity.workload import BLOCK_SIZE, Workload, page_of
 from isomodels.vllm.engine import Engine, Request, Result, Step
+from isomodels.vllm.weights import LOADED_LATER
 
 
 class ParityEngine:
-    """A vLLM engine with limits that make it chunk, cache and preempt."""
+    """A vLLM engine with limits that make it chunk, cache and preempt.
+
+    With `draw_seed` its weights are drawn on the device instead of read from the checkpoint.
+    """
 
     def __init__(
         self,
@@ -22,6 +27,7 @@ class ParityEngine:
         device: str,
         workload: Workload,
         layout: str = "tp1",
+        draw_seed: int | None = None,
     ):
         degrees = Degrees.parse(layout)
         limits = {
@@ -30,7 +36,11 @@ class ParityEngine:
             "tensor_parallel_size": degrees.tp,
             "enable_expert_parallel": degrees.ep > 1,
         }
+        if draw_seed is not None:
+            limits["additional_config"] = {LOADED_LATER: True}
         self.engine = Engine(checkpoint, dtype=dtype, seed=seed, record_routes=True, **limits)
+        if draw_seed is not None:
+            self.engine.llm.apply_model(lambda model: draw_weights(model.core, draw_seed))
 
     def model_runner(self) -> str:
         """Which of vLLM's model runners runs: "V1" or "V2"."""

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from isomodels.parity.cases import Tally
-from isomodels.parity.run import PHASES, Report
+from isomodels.parity.run import Report
 
 
 def as_json(report: Report) -> dict[str, Any]:
@@ -23,6 +23,7 @@ def as_json(report: Report) -> dict[str, Any]:
         "vllm_model_runner": report.model_runner,
         "trainer_layout": report.trainer_layout,
         "engine_layout": report.engine_layout,
+        "forward_only": report.forward_only,
         "seed": report.seed,
         "workload": {k: v for k, v in asdict(report.workload).items() if isinstance(v, int)},
         "versions": report.versions,
@@ -35,7 +36,7 @@ def as_json(report: Report) -> dict[str, Any]:
                 "routes": asdict(report.phases[phase].routes),
                 "engine_counters": report.counters[phase],
             }
-            for phase in PHASES
+            for phase in report.phases
         },
         "update": {
             "losses": [loss if math.isfinite(loss) else str(loss) for loss in report.losses],
@@ -61,16 +62,17 @@ def _place(report: Report) -> dict[str, Any] | None:
 def print_report(report: Report, console: Console) -> None:
     """Table, the engine's counters, what stock gives, and the verdict."""
     console.print(_table(report))
-    for phase in PHASES:
+    for phase in report.phases:
         counted = report.counters[phase]
         parts = ", ".join(f"{n} {name.replace('_', ' ')}" for name, n in counted.items())
         console.print(f"The engine counted {phase.replace('_', ' ')}: {parts}.", highlight=False)
-    console.print(
-        f"{len(report.losses)} optimizer steps changed {report.changed_by_update:,} logprobs.",
-        highlight=False,
-    )
+    if not report.forward_only:
+        console.print(
+            f"{len(report.losses)} optimizer steps changed {report.changed_by_update:,} logprobs.",
+            highlight=False,
+        )
     if report.has_experts:
-        routes = [report.phases[phase].routes for phase in PHASES]
+        routes = [phase.routes for phase in report.phases.values()]
         console.print(
             f"Routes, engine against trainer as integers: {sum(r.compared for r in routes):,} "
             f"compared (a token in a layer), {_count(sum(r.differ for r in routes))} differ.",
@@ -93,26 +95,29 @@ def print_report(report: Report, console: Console) -> None:
 
 
 def _table(report: Report) -> Table:
+    ran = "before and after a weight update"
+    if report.forward_only:
+        ran = "forward passes of drawn weights, one side after the other"
     table = Table(
         title=f"{report.architecture}, {report.num_layers} layers, {report.dtype}, "
         f"{report.device}: logprobs of vLLM ({report.model_runner} runner{_layout(report, True)}) "
-        f"and Megatron{_layout(report, False)} by bit pattern, before and after a weight update",
+        f"and Megatron{_layout(report, False)} by bit pattern, {ran}",
         title_justify="left",
     )
     table.add_column("case", no_wrap=True)
-    for phase in PHASES:
-        table.add_column(f"{phase.removesuffix('_update')}:\ncompared", justify="right")
+    for phase in report.phases:
+        when = "" if report.forward_only else f"{phase.removesuffix('_update')}:"
+        table.add_column(f"{when}\ncompared", justify="right")
         table.add_column("\ndiffer", justify="right")
     table.add_column("\nmax_abs", justify="right")
     total = Tally()
     for case in report.cases:
-        table.add_row(*_row(case, [report.phases[p].tallies[case] for p in PHASES]))
+        table.add_row(*_row(case, [phase.tallies[case] for phase in report.phases.values()]))
         total.merge(report.total(case))
     table.add_section()
     table.add_row(
-        "both phases, all",
-        "",
-        "",
+        "both phases, all" if len(report.phases) > 1 else "all",
+        *["", ""] * (len(report.phases) - 1),
         f"{total.compared:,}",
         _count(total.differ),
         f"{total.max_abs:g}",
@@ -155,7 +160,7 @@ def _print_verdict(report: Report, console: Console) -> None:
             f"First operation that differs: [bold]{report.place.operation}[/bold] "
             f"({report.place.traced[0]})."
             if report.place.operation
-            else "Its operation is told only where neither side has a parallel layout."
+            else "Its operation is told only where both sides live at once, in no parallel layout."
             if not report.place.traced
             else f"The same tokens traced by {' and '.join(report.place.traced)} agree with the "
             "trainer in every operation.",

@@ -3,12 +3,12 @@
 import math
 import platform
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,6 +31,7 @@ from isomodels.parity.ranks import Ranks
 from isomodels.parity.remote import ProcessError, Remote
 from isomodels.parity.stock import StockDifference, what_stock_lacks
 from isomodels.parity.workload import WORKLOADS, PromptSource, Workload, rounds, with_states
+from isomodels.vllm.results import Result
 
 PHASES = ("before_update", "after_update")
 _OPTIMIZER_STEPS = 2
@@ -48,7 +49,6 @@ _PACKAGES = (
 )
 
 Say = Callable[[str], None]
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,7 @@ class Report:
     trainer_layout: str = "tp1"
     engine_layout: str = "tp1"
     has_experts: bool = False
+    forward_only: bool = False
     device_name: str = ""
     model_runner: str = ""
     phases: dict[str, Comparison] = field(default_factory=dict)
@@ -90,7 +91,13 @@ class Report:
     @property
     def cases(self) -> tuple[str, ...]:
         """The cases that must be entered."""
-        return cases_of(self.device)
+        left_out = ("trainer_recompute",) if self.forward_only else ()
+        return tuple(case for case in cases_of(self.device) if case not in left_out)
+
+    @property
+    def phases_needed(self) -> tuple[str, ...]:
+        """Of `PHASES`, those that must be run."""
+        return PHASES[:1] if self.forward_only else PHASES
 
     def total(self, case: str) -> Tally:
         """A case over both phases."""
@@ -102,7 +109,7 @@ class Report:
     def faults(self) -> list[str]:
         """Why this run does not prove parity; empty if it does."""
         found = []
-        for phase in PHASES:
+        for phase in self.phases_needed:
             for case in self.cases:
                 tally = self.phases[phase].tallies[case]
                 if tally.differ:
@@ -123,7 +130,7 @@ class Report:
                     found.append(f"{phase}: the engine counted no {name.replace('_', ' ')}")
         if not all(map(math.isfinite, self.losses)):
             found.append(f"the losses are not finite: {self.losses}")
-        if not self.changed_by_update:
+        if not self.changed_by_update and not self.forward_only:
             found.append("the optimizer steps changed no logprob")
         if self.stock_fault:
             found.append(self.stock_fault)
@@ -163,29 +170,11 @@ def run_parity(
     """
     check_device(device)
     check_engine_layout(engine_layout)
+    report = empty_report(checkpoint, device, seed, workload)
+    workload = report.workload
+    report.trainer_layout, report.engine_layout = str(trainer_layout), str(engine_layout)
     spec, config = read_config(checkpoint)
-    if config.max_position_embeddings < workload.max_model_len:
-        raise UnsupportedError(
-            f"{checkpoint}: this workload needs max_position_embeddings of at least "
-            f"{workload.max_model_len}, it is {config.max_position_embeddings}"
-        )
-    if spec.family == "hybrid":
-        workload = with_states(workload, config, device)
-    report = Report(
-        architecture=spec.architecture,
-        checkpoint=str(checkpoint),
-        num_layers=config.num_hidden_layers,
-        dtype=config.dtype,
-        has_experts=config.routing is not None,
-        device=device,
-        device_name=torch.cuda.get_device_name() if device == "cuda" else platform.machine(),
-        seed=seed,
-        workload=workload,
-        versions=_versions(),
-        trainer_layout=str(trainer_layout),
-        engine_layout=str(engine_layout),
-        stock_needs=what_stock_lacks(spec, config, device) if stock else None,
-    )
+    report.stock_needs = what_stock_lacks(spec, config, device) if stock else None
     stock = stock and report.stock_needs is None
     with ExitStack() as stack:
         say("starting vLLM and Megatron")
@@ -247,6 +236,34 @@ def run_parity(
     return report
 
 
+def empty_report(checkpoint: Path, device: str, seed: int, workload: Workload) -> Report:
+    """What is known of a run before it begins; its workload is that of the architecture.
+
+    Raises:
+        IsoError: for a config that cannot be used.
+    """
+    spec, config = read_config(checkpoint)
+    if config.max_position_embeddings < workload.max_model_len:
+        raise UnsupportedError(
+            f"{checkpoint}: this workload needs max_position_embeddings of at least "
+            f"{workload.max_model_len}, it is {config.max_position_embeddings}"
+        )
+    if spec.family == "hybrid":
+        workload = with_states(workload, config, device)
+    return Report(
+        architecture=spec.architecture,
+        checkpoint=str(checkpoint),
+        num_layers=config.num_hidden_layers,
+        dtype=config.dtype,
+        has_experts=config.routing is not None,
+        device=device,
+        device_name=torch.cuda.get_device_name() if device == "cuda" else platform.machine(),
+        seed=seed,
+        workload=workload,
+        versions=_versions(),
+    )
+
+
 def check_device(device: str) -> None:
     """Refuse a device that vLLM and Megatron would not run on here.
 
@@ -274,17 +291,41 @@ def _phase(
     report: Report, phase: str, engine: Remote, trainer: Ranks, source: PromptSource, say: Say
 ) -> tuple[list[tuple[int, ...]], list[Logprobs]]:
     """All rounds on the current weights; the sequences and the trainer's logprobs of them."""
+    results = []
+    for made in sample(report, phase, engine, source, say):
+        results.append(made)
+        # The trainer works on these tokens while the engine samples the next.
+        trainer.submit("cases", [sequence(result) for result in made])
+    say(f"{phase.replace('_', ' ')}: the trainer scores the same tokens")
+    sequences, forward = compare(report, phase, results, trainer)
+    if (first := report.phases[phase].first) is not None and report.place is None:
+        if (report.trainer_layout, report.engine_layout) != ("tp1", "tp1"):
+            # ranks hold parts of most operations' outputs, which no trace compares
+            report.place = Place(phase, first, None, ())
+            return sequences, forward
+        say("a logprob differs: looking for the first operation")
+        report.place = _locate(phase, first, engine, trainer)
+    return sequences, forward
+
+
+def sample(
+    report: Report, phase: str, engine: Remote, source: PromptSource, say: Say
+) -> Iterator[list[Result]]:
+    """All rounds of the engine, one by one; then the report has its counters."""
     results, steps = [], []
     for number, one in enumerate(rounds(source, report.device, report.workload)):
         say(f"{phase.replace('_', ' ')}: {one.aim}")
         made, log = engine.call("run", one.requests, report.seed + number, one.graphs)
-        results.append(made)
+        results += made
         steps += log
-        # The trainer works on these tokens while the engine samples the next.
-        trainer.submit("cases", [sequence(result) for result in made])
-    report.counters[phase] = counters(_flat(results), steps, report.device)
+        yield made
+    report.counters[phase] = counters(results, steps, report.device)
 
-    say(f"{phase.replace('_', ' ')}: the trainer scores the same tokens")
+
+def compare(
+    report: Report, phase: str, results: list[list[Result]], trainer: Remote | Ranks
+) -> tuple[list[tuple[int, ...]], list[Logprobs]]:
+    """Each round with the trainer's next answer to "cases"; as `_phase`."""
     comparison = report.phases[phase] = Comparison(report.cases)
     sequences, forward = [], []
     for made in results:
@@ -294,18 +335,13 @@ def _phase(
         # The forward pass of a step is the reference of all others; its own is the bare module.
         comparison.add_trainer("trainer_forward", ours, trained["forward"], trained["alone"])
         for case in ("score", "recompute"):
-            comparison.add_trainer(f"trainer_{case}", ours, trained[case], trained["forward"])
+            if case in trained:
+                reference = trained["forward"]
+                comparison.add_trainer(f"trainer_{case}", ours, trained[case], reference)
         if report.has_experts:
             comparison.routes.add(made, routes)
         sequences += ours
         forward += trained["forward"]
-    if comparison.first is not None and report.place is None:
-        if (report.trainer_layout, report.engine_layout) != ("tp1", "tp1"):
-            # ranks hold parts of most operations' outputs, which no trace compares
-            report.place = Place(phase, comparison.first, None, ())
-            return sequences, forward
-        say("a logprob differs: looking for the first operation")
-        report.place = _locate(phase, comparison.first, engine, trainer)
     return sequences, forward
 
 
@@ -325,10 +361,6 @@ def _spread(sequences: list[tuple[int, ...]], count: int) -> list[tuple[int, ...
     """About `count` of them, from first to last, each long enough to train on."""
     long_enough = [s for s in sequences if len(s) > 1]
     return long_enough[:: max(1, len(long_enough) // count)][:count]
-
-
-def _flat(rows: list[list[T]]) -> list[T]:
-    return [value for row in rows for value in row]
 
 
 def _versions() -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,8 @@ Routes = list[npt.NDArray[np.int32]]  # of each sequence, [n, layers with expert
 
 class ParityTrainer:
     """A Megatron trainer that answers in arrays of the host."""
+
+    trainer: Any
 
     def __init__(
         self,
@@ -44,9 +47,9 @@ class ParityTrainer:
         """Logprobs of the same tokens in every way a trainer computes them, and their routes.
 
         "forward" is the forward pass of a training step, "score" has no gradients, "recompute" is
-        from layers recomputed in the backward pass, "alone" is each sequence by itself: by the
-        module outside Megatron, or in a layout of several ranks by its trainer. The routes are
-        those of "forward"; none of a model without experts.
+        from layers recomputed in the backward pass (of a trainer that recomputes), "alone" is each
+        sequence by itself: by the module outside Megatron, or in a layout of several ranks by its
+        trainer. The routes are those of "forward"; none of a model without experts.
         """
         trainer = self.trainer
         with ExitStack() as stack:
@@ -59,9 +62,10 @@ class ParityTrainer:
         logprobs = {
             "forward": _arrays(forward),
             "score": self.score(sequences),
-            "recompute": _arrays(self.trainer.recompute_logprobs(sequences)),
             "alone": _arrays(self._alone(sequences)),
         }
+        if trainer.recompute:
+            logprobs["recompute"] = _arrays(trainer.recompute_logprobs(sequences))
         return logprobs, routes
 
     def score(self, sequences: Sequences) -> Logprobs:

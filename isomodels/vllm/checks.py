@@ -15,6 +15,7 @@ from isomodels.validate.device import refuse_capability, refuse_triton, triton_v
 from isomodels.vllm.plugin import MODEL_IMPL
 from isomodels.vllm.routes import RECORD_ROUTES
 from isomodels.vllm.versions import V2_RUNNER_VERSIONS, vllm_version
+from isomodels.vllm.weights import LOADED_LATER
 
 # What each mode becomes inside vLLM; see `IsoModelsForCausalLM.compute_logits`.
 _LOGPROBS_MODES = {"raw_logprobs": "raw_logits", "processed_logprobs": "processed_logits"}
@@ -49,10 +50,12 @@ class IsoModelsConfig:
             from isomodels.vllm import recurrent
 
             recurrent.prepare(vllm_config)
+        later = bool(vllm_config.additional_config.get(LOADED_LATER))
         # vLLM's "auto" would fall back to pickles.
-        vllm_config.load_config.load_format = "safetensors"
+        vllm_config.load_config.load_format = "dummy" if later else "safetensors"
         path = Path(vllm_config.model_config.model)
-        if path.is_dir():  # before vLLM starts processes; a hub name is checked by `load_weights`
+        # before vLLM starts processes; a hub name is checked by `load_weights`
+        if path.is_dir() and not later:
             check_files(path)
         leave_own_mla(vllm_config)
         _set_logprobs(vllm_config)

@@ -10,6 +10,10 @@ from isomodels.errors import CheckpointError
 from isomodels.registry import ArchSpec, load_object
 from isomodels.weights_conv.tables import to_module
 
+# Key of vLLM's `additional_config`: no weights are read. Whoever sets it fills the module once the
+# engine has started, before the first request.
+LOADED_LATER = "isomodels_loaded_later"
+
 
 def convert(
     spec: ArchSpec, config: Any, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype
