@@ -86,6 +86,7 @@ def draw_weights(core: nn.Module, seed: int) -> None:
         draw = drawing(core.config, generator)
         for part in tensor if tensor.dim() == 3 else [tensor]:
             part.copy_(draw(name, tuple(part.shape)))
+    torch.cuda.empty_cache()  # of the largest tensors, in fp32
 
 
 def draw_checkpoint(
