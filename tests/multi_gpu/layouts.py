@@ -94,8 +94,9 @@ class Dump:
 
     Attributes:
         tokens: ids of all sequences, int64; of an engine those that it sampled.
-        bits: of logprobs, int32, by case: of an engine "prompt", "eager" and "graph".
-        routes: int32, of all tokens.
+        bits: of logprobs, int32, by case: of an engine "prompt", "eager" and "graph". Place i of a
+            sequence is that of token i + 1.
+        routes: of each sequence, as in `Result.routes`.
         replays: steps that replayed a CUDA graph.
         seconds: from the call to the result; waiting for others is in it.
         error: instead of the rest.
@@ -184,10 +185,13 @@ def run(
             threads.append(threading.Thread(target=_dump_engine, args=arguments))
             threads[-1].start()
         threads[0].join()
-        alone = dumps["engine", "tp1"]
-        if alone.error:
-            raise RuntimeError(f"the engine of one process failed: {alone.error}")
-        sequences = [tokens.tolist() for tokens in alone.tokens]
+        sampled = dumps["engine", "tp1"]
+        if sampled.error:  # the trainers are still compared
+            for thread in threads:
+                thread.join()
+            sampled = next((one for one in dumps.values() if not one.error), Dump())
+        prompts = [list(request.prompt) for one in asked for request in one.requests]
+        sequences = [ids.tolist() for ids in sampled.tokens or ()] or prompts
         for layout in trainer_layouts(gpus, experts):
             dumps["trainer", layout] = trainers.dump(layout, sequences)
         for thread in threads:
@@ -232,7 +236,7 @@ def _dump_engine(
 
 
 def _fill(dump: Dump, results: Sequence[Result]) -> None:
-    """Logprobs by place: `bits["prompt"]` and so on are [sequences] lists of (first, bits)."""
+    """Logprobs by place: of each case a list of (sequence, places in it, bits)."""
     dump.tokens = [np.array(sequence(result)) for result in results]
     dump.routes = [result.routes for result in results]
     for name in ("prompt", "eager", "graph"):
@@ -314,12 +318,16 @@ def _differ(one: Dump, other: Dump) -> bool:
 
 
 def compare(side: str, layout: str, dump: Dump, dumps: dict[tuple[str, str], Dump]) -> Line:
-    """A dump against the forward pass of one trainer process, number by number."""
+    """A dump against the forward pass of one trainer process, number by number.
+
+    Of another layout, where that failed.
+    """
     line = Line(side, layout, replays=dump.replays, seconds=dump.seconds, error=dump.error)
-    reference = dumps["trainer", "tp1"]
-    if line.error or reference.error:
-        line.error = line.error or f"no reference: {reference.error}"
+    trainers = [one for (of, _), one in dumps.items() if of == "trainer" and not one.error]
+    if line.error or not trainers:
+        line.error = line.error or "no trainer to compare with"
         return line
+    reference = trainers[0]
     whole = {number: bits for number, _, bits in reference.bits["forward"]}
     if len(dump.tokens) != len(reference.tokens) or not all(
         map(np.array_equal, dump.tokens, reference.tokens)
