@@ -8,11 +8,15 @@ order and stops; the reward is 1 for it and 0 for anything else. Each step
    bits, so that the ratio of the two policies is exactly 1.0 before the update,
 3. takes one optimizer step on the clipped GRPO objective (DeepSeekMath, 2024, equation 3, without
    the KL term),
-4. sends the new weights into the engine, in place.
+4. sends the new weights into the engine, in place, under a name that comes back with every answer.
+
+With `--behind` an answer is trained on later, when the weights have moved on. Then 2 is done while
+the trainer has the weights that the answer names: what its ratio is off by is staleness alone.
 
     python examples/grpo/grpo.py OUT                  isomodels on both sides
     python examples/grpo/grpo.py OUT --engine vllm    vLLM's own model: stops at the first step
     python examples/grpo/grpo.py OUT --resume         goes on where a killed run stopped
+    python examples/grpo/grpo.py OUT --behind 1       trains on rollouts of the weights before
 """
 
 import argparse
@@ -20,8 +24,9 @@ import json
 import os
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -33,41 +38,29 @@ from torch import Tensor
 
 # Token ids: 0 ends an answer, 1 begins a prompt, 2 to 4 open a bracket, 5 to 7 close it.
 END, BEGIN, OPEN, KINDS = 0, 1, 2, 3
-CONFIG = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": 512,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "max_position_embeddings": 256,
-    "tie_word_embeddings": False,
-    "eos_token_id": END,
-}
+MOST = 6  # brackets
+CLIP = 0.2  # a ratio counts up to 1 + CLIP and down to 1 - CLIP
+SIZES = {"vocab_size": 512, "intermediate_size": 256, "num_hidden_layers": 2}
+SIZES |= {"rope_theta": 10000.0, "max_position_embeddings": 256}  # the rest as parity's tiny model
 
 
 class RatioError(RuntimeError):
     """The trainer's logprobs are not those that the engine sampled with."""
 
 
-# The task
-
-
-def make_prompt(source: random.Random, most: int = 6) -> list[int]:
-    """BEGIN and two to `most` opening brackets."""
-    return [BEGIN, *(OPEN + source.randrange(KINDS) for _ in range(source.randint(2, most)))]
+def make_prompt(source: random.Random) -> list[int]:
+    """BEGIN and two to MOST opening brackets."""
+    return [BEGIN, *(OPEN + source.randrange(KINDS) for _ in range(source.randint(2, MOST)))]
 
 
 def solve(prompt: Sequence[int]) -> list[int]:
     """The right answer: every bracket closed in order, then END."""
     return [*(token + KINDS for token in reversed(prompt[1:])), END]
+
+
+def reward(prompt: Sequence[int], answer: Sequence[int]) -> float:
+    """1 for the right answer."""
+    return float(list(answer) == solve(prompt))
 
 
 @dataclass
@@ -76,8 +69,9 @@ class Sample:
 
     Attributes:
         prompt, answer: token ids.
-        logprobs: fp32, of the answer's tokens, as the engine sampled them.
+        logprobs: [len(answer)] fp32, as the engine sampled.
         version: of the weights that the engine sampled with.
+        reward: of the task.
         advantage: the reward's distance from its group's mean, in standard deviations.
     """
 
@@ -85,34 +79,30 @@ class Sample:
     answer: list[int]
     logprobs: np.ndarray
     version: str
+    reward: float = 0.0
     advantage: float = 0.0
-
-    @property
-    def reward(self) -> float:
-        """1 for the right answer."""
-        return float(self.answer == solve(self.prompt))
-
-
-# The engine
 
 
 class Rollouts:
-    """A vLLM engine in a process of its own."""
+    """A vLLM engine in a process of its own.
 
-    def __init__(self, checkpoint: Path, engine: str, dtype: str, options: dict[str, Any]):
+    Args:
+        checkpoint: the weights that it starts with.
+        engine: the model that computes: "isomodels", or "vllm" for vLLM's own.
+        options, sampling: further arguments of `vllm.LLM` and `vllm.SamplingParams`.
+    """
+
+    def __init__(
+        self, checkpoint: Path, engine: str, options: dict[str, Any], sampling: dict[str, Any]
+    ):
         from vllm import LLM
 
-        ours = engine == "isomodels"
-        self.llm = LLM(
-            model=str(checkpoint),
-            model_impl=engine,
-            dtype=dtype,
-            skip_tokenizer_init=True,
-            weight_transfer_config={"backend": "isomodels"} if ours else None,
-            **options,
-        )
+        if engine == "isomodels":
+            options = {"weight_transfer_config": {"backend": "isomodels"}, **options}
+        self.sampling = {"detokenize": False, **sampling}
+        self.llm = LLM(str(checkpoint), model_impl=engine, skip_tokenizer_init=True, **options)
 
-    def sample(self, prompts: Sequence[list[int]], seed: int, version: str) -> list[Sample]:
+    def sample(self, prompts: Sequence[list[int]], seed: int) -> list[Sample]:
         """One answer to each prompt; the same seed and weights give the same answers."""
         from vllm import SamplingParams
 
@@ -120,10 +110,8 @@ class Rollouts:
             SamplingParams(
                 temperature=1.0,
                 logprobs=0,  # that of the sampled token
-                max_tokens=max(map(len, prompts)) + 2,
-                stop_token_ids=[END],
                 seed=seed * len(prompts) + number,
-                detokenize=False,
+                **self.sampling,
             )
             for number in range(len(prompts))
         ]
@@ -133,13 +121,10 @@ class Rollouts:
         for prompt, output in zip(prompts, outputs, strict=True):
             answer = output.outputs[0]
             rows = zip(answer.logprobs, answer.token_ids, strict=True)
-            chosen = [row[token].logprob for row, token in rows]
-            logprobs = np.asarray(chosen, np.float32)
-            samples.append(Sample(prompt, list(answer.token_ids), logprobs, version))
+            logprobs = np.asarray([row[token].logprob for row, token in rows], np.float32)
+            (span,) = answer.weight_versions  # no sync while an answer grows
+            samples.append(Sample(prompt, list(answer.token_ids), logprobs, span.version))
         return samples
-
-
-# The trainer
 
 
 @dataclass
@@ -148,23 +133,50 @@ class Update:
 
     Attributes:
         loss, grad_norm: of the objective.
-        differences: |trainer's logprob - engine's| of every answered token.
-        ratios: exp of the signed difference: the importance ratio before the update.
+        new, old: [answered tokens] fp32 logprobs: the trainer's before the step, the engine's.
     """
 
     loss: float
     grad_norm: float
-    differences: np.ndarray
-    ratios: np.ndarray
+    new: np.ndarray
+    old: np.ndarray
+
+
+def clipped_loss(new: Tensor, old: Tensor, advantage: Tensor) -> Tensor:
+    """The objective, negated and summed over tokens; all arguments [n]."""
+    ratio = torch.exp(new - old)
+    clipped = ratio.clamp(1 - CLIP, 1 + CLIP)
+    return -torch.minimum(ratio * advantage, clipped * advantage).sum()
 
 
 @dataclass
 class Policy:
-    """A Megatron model with DDP, distributed optimizer, recomputation; a ratio counts to `clip`."""
+    """A Megatron model with DDP and distributed optimizer, and what sends its weights."""
 
     trainer: Any
-    clip: float = 0.2
-    _seen: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
+    sender: Any = None
+
+    @property
+    def version(self) -> str:
+        """Name of the weights."""
+        return f"step {self.trainer.steps}"
+
+    def send(self) -> None:
+        """Take the weights into the engine."""
+        if self.sender is not None:
+            self.sender.send(self.trainer.weights(), self.version)
+
+    def save(self, folder: Path) -> None:
+        """Write what a later run goes on from."""
+        self.trainer.save(folder)
+
+    def recompute(self, samples: Sequence[Sample]) -> np.ndarray:
+        """Logprobs of all answered tokens by the weights that the samples name."""
+        if names := {sample.version for sample in samples} - {self.version}:
+            raise RatioError(f"rollouts of {names.pop()!r}, but the trainer is at {self.version!r}")
+        rows = self.trainer.score([[*s.prompt, *s.answer] for s in samples])
+        answers = [row[len(s.prompt) - 1 :] for s, row in zip(samples, rows, strict=True)]
+        return torch.cat(answers).cpu().numpy()
 
     def update(self, samples: Sequence[Sample]) -> Update:
         """One step on the clipped objective, averaged over all answered tokens."""
@@ -174,18 +186,21 @@ class Policy:
 
         trainer = self.trainer
         device = next(trainer.core.parameters()).device
-        sequences = [[*s.prompt, *s.answer] for s in samples]
-        packs = pack(sequences, trainer.max_tokens, device)
-        batches = list(zip(packs, self._targets(samples, packs), strict=True))
-        self._seen, losses = [], []
+        packs = pack([[*s.prompt, *s.answer] for s in samples], trainer.max_tokens, device)
+        batches = list(zip(packs, targets_of(samples, packs), strict=True))
+        seen: list[tuple[Tensor, ...]] = []
 
         def forward_step(data: Iterator[Any], model: Any) -> tuple[Tensor, Any]:
             one, (old, advantage, answered) = next(data)
-            # Megatron's model gives -logprob of each target, [1, T]
-            loss = model(
-                one.input_ids, None, None, labels=one.targets, packed_seq_params=one.params
-            )
-            return loss, lambda loss: self._objective(loss, old, advantage, answered, losses)
+
+            def objective(loss: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+                new = -loss.view(-1)[answered]  # the model gives -logprob of each target, [1, T]
+                total = clipped_loss(new, old[answered], advantage[answered])
+                seen.append((total.detach()[None], new.detach(), old[answered]))
+                return total, answered.sum(dtype=torch.int), {}
+
+            kwargs = {"labels": one.targets, "packed_seq_params": one.params}
+            return model(one.input_ids, None, None, **kwargs), objective
 
         trainer.ddp.zero_grad_buffer()
         trainer.optimizer.zero_grad()
@@ -202,51 +217,39 @@ class Policy:
         if not updated:
             raise RuntimeError("a gradient is not finite")
         trainer.steps += 1
-        new, old = (np.concatenate(parts) for parts in zip(*self._seen, strict=True))
-        signed = new.astype(np.float64) - old
-        count = len(signed)
-        return Update(sum(losses) / count, float(grad_norm), abs(signed), np.exp(signed))
-
-    def _targets(self, samples: Sequence[Sample], packs: Any) -> Iterator[tuple[Tensor, ...]]:
-        """For each microbatch [T]: the engine's logprob, the advantage, whether it was answered."""
-        rest = iter(samples)
-        for one in packs:
-            old = torch.zeros(one.input_ids.numel())
-            advantage, answered = torch.zeros_like(old), torch.zeros_like(old, dtype=torch.bool)
-            for start, _ in one.bounds:
-                sample = next(rest)
-                first = start + len(sample.prompt) - 1  # its target is the first answered token
-                place = slice(first, first + len(sample.answer))
-                old[place] = torch.from_numpy(sample.logprobs)
-                advantage[place] = sample.advantage
-                answered[place] = True
-            yield old, advantage, answered
-
-    def _objective(
-        self, loss: Tensor, old: Tensor, advantage: Tensor, answered: Tensor, losses: list[float]
-    ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        new = -loss.view(-1)[answered]
-        old, advantage = old.to(new.device)[answered], advantage.to(new.device)[answered]
-        self._seen.append((new.detach().cpu().numpy(), old.cpu().numpy()))
-        ratio = torch.exp(new - old)
-        clipped = ratio.clamp(1 - self.clip, 1 + self.clip)
-        total = -torch.minimum(ratio * advantage, clipped * advantage).sum()
-        losses.append(float(total.detach()))
-        return total, answered.sum(dtype=torch.int), {}
+        losses, new, old = (torch.cat(parts).cpu() for parts in zip(*seen, strict=True))
+        loss = float(losses.double().sum()) / len(new)
+        return Update(loss, float(grad_norm), new.numpy(), old.numpy())
 
 
-def assert_ratio_one(update: Update, step: int) -> None:
+def targets_of(samples: Sequence[Sample], packs: Any) -> Iterator[tuple[Tensor, ...]]:
+    """For each microbatch [T]: the engine's logprob, the advantage, whether it was answered."""
+    rest = iter(samples)
+    for one in packs:
+        columns = torch.zeros(3, one.input_ids.numel())
+        for start, _ in one.bounds:
+            sample = next(rest)
+            first = start + len(sample.prompt) - 1  # its target is the first answered token
+            place = slice(first, first + len(sample.answer))
+            columns[0, place] = torch.from_numpy(sample.logprobs)
+            columns[1, place], columns[2, place] = sample.advantage, 1.0
+        old, advantage, answered = columns.to(one.input_ids.device)
+        yield old, advantage, answered.bool()
+
+
+def differing(new: np.ndarray, old: np.ndarray) -> tuple[int, np.ndarray]:
+    """How many logprobs differ in a bit, and all distances in fp64."""
+    return int((new.view(np.int32) != old.view(np.int32)).sum()), abs(new.astype(np.float64) - old)
+
+
+def assert_ratio_one(new: np.ndarray, old: np.ndarray, step: int) -> None:
     """Raise `RatioError` unless every ratio is 1.0: the two logprobs have the same bits."""
-    differ = int((update.differences != 0).sum())
-    if differ or (update.ratios != 1.0).any():
+    differ, distances = differing(new, old)
+    if differ or (np.exp(new - old) != 1.0).any():
         raise RatioError(
-            f"step {step}: {differ} of {len(update.ratios)} logprobs differ between engine and "
-            f"trainer, on average by {update.differences.mean():.1e}, at most by "
-            f"{update.differences.max():.1e}"
+            f"step {step}: {differ} of {len(new)} logprobs differ between engine and trainer, "
+            f"on average by {distances.mean():.1e}, at most by {distances.max():.1e}"
         )
-
-
-# The loop
 
 
 def advantages(samples: Sequence[Sample], group: int) -> None:
@@ -254,22 +257,39 @@ def advantages(samples: Sequence[Sample], group: int) -> None:
     for start in range(0, len(samples), group):
         one = samples[start : start + group]
         rewards = np.array([sample.reward for sample in one])
-        for sample, reward in zip(one, rewards, strict=True):
-            sample.advantage = float((reward - rewards.mean()) / (rewards.std() + 1e-6))
+        for sample in one:
+            sample.advantage = float((sample.reward - rewards.mean()) / (rewards.std() + 1e-6))
 
 
 def make_base(folder: Path, dtype: str, steps: int) -> Path:
     """A small model that has seen solved examples: it answers some prompts rightly, not all."""
     from isomodels.megatron import Trainer
-    from isomodels.parity.checkpoints import random_checkpoint
+    from isomodels.parity.checkpoints import random_checkpoint, tiny_config
 
-    start, source = random_checkpoint(folder / "random", CONFIG, dtype, seed=0), random.Random(0)
+    raw, source = tiny_config("Qwen3ForCausalLM") | SIZES, random.Random(0)
+    start = random_checkpoint(folder / "random", raw, dtype, seed=0)
     with Trainer(start, dtype=getattr(torch, dtype), lr=2e-3) as trainer:
         for _ in track(range(steps), "supervised start", transient=True):
             prompts = [make_prompt(source) for _ in range(32)]
             trainer.step([[*prompt, *solve(prompt)] for prompt in prompts])
         trainer.save_hf(folder / "base")
     return folder / "base"
+
+
+def base_model(args: argparse.Namespace) -> Path:
+    """The checkpoint that both sides start from."""
+    args.out.mkdir(parents=True, exist_ok=True)
+    base = args.checkpoint or args.out / "base"
+    return base if base.is_dir() else make_base(args.out, args.dtype, args.warm_up)
+
+
+def start_engine(args: argparse.Namespace, checkpoint: Path, engine: str) -> Rollouts:
+    """The engine shares the device with the trainer, and answers are short."""
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+    options = {"dtype": args.dtype, "max_model_len": 64, "gpu_memory_utilization": 0.3}
+    if args.device == "cpu":  # where vLLM's sampler takes no seed of a prompt in chunks
+        options |= {"enforce_eager": True, "enable_chunked_prefill": False}
+    return Rollouts(checkpoint, engine, options, {"max_tokens": MOST + 3, "stop_token_ids": [END]})
 
 
 def train(args: argparse.Namespace) -> None:
@@ -280,80 +300,53 @@ def train(args: argparse.Namespace) -> None:
     from isomodels.vllm import LLMSyncClient
 
     base, dtype = base_model(args), getattr(torch, args.dtype)
-    rollouts = Rollouts(base, args.engine, args.dtype, engine_options(args))
+    rollouts = start_engine(args, base, args.engine)
     with Trainer(base, dtype=dtype, lr=args.lr, recompute=True) as trainer:
-        if args.resume and state_of(args).is_dir():
-            trainer.load(state_of(args))
-        send = None
+        if args.resume and (args.out / "state").is_dir():
+            trainer.load(args.out / "state")
+        policy = Policy(trainer)
         if args.engine == "isomodels":
             # Contracts are compared here, before the first weight is sent.
             contract = contract_of(base, args.device, dtype=dtype)
-            sender = WeightSender(LLMSyncClient(rollouts.llm), contract)
-
-            def send(version: str) -> None:
-                sender.send(trainer.weights(), version)
-
-            send(f"step {trainer.steps}")
-        policy = Policy(trainer)
-        loop(args, trainer.steps, rollouts, policy.update, send, trainer.save, check=True)
-
-
-def state_of(args: argparse.Namespace) -> Path:
-    """Where a run keeps what it goes on from."""
-    return args.out / "state"
-
-
-def engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Sizes of the engine, which shares the device with the trainer: answers are short."""
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
-    options: dict[str, Any] = {"max_model_len": 64, "gpu_memory_utilization": 0.3}
-    if args.device == "cpu":  # where vLLM's sampler takes no seed of a prompt in chunks
-        options |= {"enforce_eager": True, "enable_chunked_prefill": False}
-    return options
-
-
-def base_model(args: argparse.Namespace) -> Path:
-    """The checkpoint that both sides start from."""
-    args.out.mkdir(parents=True, exist_ok=True)
-    if args.checkpoint:
-        return args.checkpoint
-    base = args.out / "base"
-    return base if base.is_dir() else make_base(args.out, args.dtype, args.warm_up)
+            policy.sender = WeightSender(LLMSyncClient(rollouts.llm), contract)
+            policy.send()
+        loop(args, trainer.steps, rollouts, policy, check=True)
 
 
 def loop(
-    args: argparse.Namespace,
-    first: int,
-    rollouts: Rollouts,
-    update: Callable[[Sequence[Sample]], Update],
-    send: Callable[[str], None] | None,
-    save: Callable[[Path], None],
-    *,
-    check: bool,
+    args: argparse.Namespace, first: int, rollouts: Rollouts, policy: Any, *, check: bool
 ) -> None:
-    """Rollouts, update, check that every ratio is 1, sync; one line of the log a step.
-
-    `send` takes the new weights, named, into the engine; `save` writes the state to a folder.
-    """
-    with (args.out / "log.jsonl").open("a" if first else "w") as log:
-        for step in track(range(first, args.steps), "steps"):
-            source = random.Random(f"{args.seed} {step}")
-            drawn = [make_prompt(source) for _ in range(args.prompts)]
-            prompts = [prompt for prompt in drawn for _ in range(args.group)]
-            times = [time.perf_counter()]
-            samples = rollouts.sample(prompts, args.seed + step, f"step {step}")
-            advantages(samples, args.group)
-            times.append(time.perf_counter())
-            result = update(samples)
-            if check:
-                assert_ratio_one(result, step)
-            times.append(time.perf_counter())
-            if send is not None:
-                send(f"step {step + 1}")
-            times.append(time.perf_counter())
-            save(state_of(args))
-            log.write(json.dumps(describe(step, samples, result, times)) + "\n")
-            log.flush()
+    """Rollouts, update, check that every ratio is 1, sync; one line of the log a step."""
+    waiting: deque[list[Sample]] = deque()
+    log = args.out / "log.jsonl"
+    kept = log.read_text().splitlines(True)[:first] if first else []  # a killed run may have more
+    log.write_text("".join(kept))
+    for step in track(range(first, args.steps), "steps"):
+        source = random.Random(f"{args.seed} {step}")
+        drawn = [make_prompt(source) for _ in range(args.prompts)]
+        prompts = [prompt for prompt in drawn for _ in range(args.group)]
+        times = [time.perf_counter()]
+        samples = rollouts.sample(prompts, args.seed + step)
+        times.append(time.perf_counter())
+        for sample in samples:
+            sample.reward = reward(sample.prompt, sample.answer)
+        advantages(samples, args.group)
+        if args.behind:  # while the trainer has the weights that they were sampled with
+            logprobs = np.concatenate([sample.logprobs for sample in samples])
+            assert_ratio_one(policy.recompute(samples), logprobs, step)
+        waiting.append(samples)
+        if len(waiting) <= args.behind:
+            continue
+        samples = waiting.popleft()
+        result = policy.update(samples)
+        if check and not args.behind:
+            assert_ratio_one(result.new, result.old, step)
+        times.append(time.perf_counter())
+        policy.send()
+        times.append(time.perf_counter())
+        with log.open("a") as file:
+            file.write(json.dumps(describe(step, samples, result, times)) + "\n")
+        policy.save(args.out / "state")
 
 
 def describe(
@@ -361,14 +354,16 @@ def describe(
 ) -> dict[str, Any]:
     """A step's line of the log."""
     generation, training, sync = (end - start for start, end in pairwise(times))
+    differ, distances = differing(update.new, update.old)
     return {
         "step": step,
         "weights": samples[0].version,
         "reward": float(np.mean([sample.reward for sample in samples])),
-        "tokens": len(update.ratios),
-        "differ": int((update.differences != 0).sum()),
-        "mean_difference": float(update.differences.mean()),
-        "max_difference": float(update.differences.max()),
+        "tokens": len(update.new),
+        "differ": differ,
+        "mean_difference": float(distances.mean()),
+        "max_difference": float(distances.max()),
+        "clipped": float((abs(np.exp(update.new - update.old) - 1) > CLIP).mean()),
         "loss": update.loss,
         "grad_norm": update.grad_norm,
         "seconds": {"generation": generation, "training": training, "sync": sync},
@@ -377,22 +372,26 @@ def describe(
 
 def parse() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("out", type=Path, help="folder for the log, the base model and the state")
-    parser.add_argument("--checkpoint", type=Path, help="start here instead of a small new model")
-    parser.add_argument("--engine", choices=("isomodels", "vllm"), default="isomodels")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--prompts", type=int, default=16, help="prompts a step")
-    parser.add_argument("--group", type=int, default=8, help="answers to a prompt")
-    parser.add_argument("--lr", type=float, default=3e-4)
-    parser.add_argument("--warm-up", type=int, default=60, help="supervised steps of a new model")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--resume", action="store_true", help="go on from the state in OUT")
-    return parser.parse_args()
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
+    add = parser.add_argument
+    add("out", type=Path, help="folder for the log, the base model and the state")
+    add("--checkpoint", type=Path, help="start here instead of a small new model")
+    add("--engine", choices=("isomodels", "vllm"), default="isomodels")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    add("--steps", type=int, default=20)
+    add("--prompts", type=int, default=16, help="prompts a step")
+    add("--group", type=int, default=8, help="answers to a prompt")
+    add("--behind", type=int, default=0, help="steps between rollout and update")
+    add("--lr", type=float, default=3e-4)
+    add("--warm-up", type=int, default=60, help="supervised steps of a new model")
+    add("--seed", type=int, default=0)
+    add("--resume", action="store_true", help="go on from the state in OUT")
+    args = parser.parse_args()
+    if args.behind and args.resume:
+        parser.error("--resume keeps no rollouts that wait for their update: leave out --behind")
+    return args
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ def read(folder: Path) -> list[dict]:
 
 
 def draw(picture: Path, runs: dict[str, list[dict]]) -> None:
-    """Mean and largest |logprob difference|, share of tokens whose ratio is not 1, and reward."""
+    """Mean and largest |logprob difference|, share of ratios not 1 and of clipped ones, reward."""
     figure, (difference, share, reward) = plt.subplots(1, 3, figsize=(13, 3.8))
     for name, lines in runs.items():
         steps = [line["step"] for line in lines]
@@ -29,11 +29,14 @@ def draw(picture: Path, runs: dict[str, list[dict]]) -> None:
         (drawn,) = difference.plot(steps, means, label=f"{name}, mean")
         largest = [max(line["max_difference"], _LEAST) for line in lines]
         difference.plot(steps, largest, "--", color=drawn.get_color(), label=f"{name}, largest")
-        share.plot(steps, [line["differ"] / line["tokens"] for line in lines], label=name)
+        off = [line["differ"] / line["tokens"] for line in lines]
+        (drawn,) = share.plot(steps, off, label=f"{name}, not 1")
+        clipped = [line["clipped"] for line in lines]
+        share.plot(steps, clipped, "--", color=drawn.get_color(), label=f"{name}, clipped")
         reward.plot(steps, [line["reward"] for line in lines], label=name)
     difference.set_yscale("log")
     difference.set_title(f"|logprob difference| (0 is drawn at {_LEAST:g})")
-    share.set_title("share of tokens whose ratio is not 1")
+    share.set_title("share of tokens, by their ratio")
     reward.set_title("reward")
     for axis in (difference, share, reward):
         axis.set_xlabel("step")

@@ -9,50 +9,45 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from grpo import Rollouts, Sample, Update, base_model, engine_options, loop, parse, state_of
-
-CLIP = 0.2
+from grpo import Rollouts, Sample, Update, base_model, clipped_loss, loop, parse, start_engine
 
 
 class StockPolicy:
     """transformers' model with fp32 master weights and AdamW, as small RL trainers have it."""
 
-    def __init__(self, checkpoint: Path, args: argparse.Namespace):
+    def __init__(self, checkpoint: Path, rollouts: Rollouts, args: argparse.Namespace):
         from isomodels.parity.stock import load_transformers
 
-        self.dtype, self.checkpoint = getattr(torch, args.dtype), checkpoint
-        self.model = load_transformers(checkpoint, self.dtype).to(args.device).train()
+        self.checkpoint, self.rollouts, self.weights = checkpoint, rollouts, args.out / "weights"
+        self.steps = 0
+        self.model = load_transformers(checkpoint, getattr(torch, args.dtype))
+        self.model.to(args.device).train()
         self.master = [p.detach().float().clone() for p in self.model.parameters()]
         self.optimizer = torch.optim.AdamW(self.master, lr=args.lr, weight_decay=0.0)
 
     def update(self, samples: Sequence[Sample]) -> Update:
         """One step on the clipped objective, averaged over all answered tokens."""
         count = sum(len(sample.answer) for sample in samples)
-        signed, total = [], 0.0
+        device, total, rows = self.model.device, 0.0, []
         for sample in samples:
-            device = next(self.model.parameters()).device
             ids = torch.tensor([*sample.prompt, *sample.answer], device=device)
             logprobs = self.model(ids[None]).logits[0, :-1].float().log_softmax(-1)
             new = logprobs.gather(1, ids[1:, None])[len(sample.prompt) - 1 :, 0]
-            difference = new - torch.from_numpy(sample.logprobs).to(device)
-            ratio = difference.exp()
-            clipped = ratio.clamp(1 - CLIP, 1 + CLIP)
-            loss = (
-                -torch.minimum(ratio * sample.advantage, clipped * sample.advantage).sum() / count
-            )
+            old = torch.from_numpy(sample.logprobs).to(device)
+            loss = clipped_loss(new, old, torch.full_like(old, sample.advantage)) / count
             loss.backward()
             total += float(loss.detach())
-            signed.append(difference.detach().double().cpu().numpy())
+            rows.append(new.detach().cpu().numpy())
         norm = self._step()
-        differences = np.concatenate(signed)
-        return Update(total, norm, abs(differences), np.exp(differences))
+        return Update(
+            total, norm, np.concatenate(rows), np.concatenate([s.logprobs for s in samples])
+        )
 
     def _step(self) -> float:
         parameters = list(self.model.parameters())
@@ -64,30 +59,30 @@ class StockPolicy:
         with torch.no_grad():
             for master, parameter in zip(self.master, parameters, strict=True):
                 parameter.copy_(master)
+        self.steps += 1
         return float(norm)
 
-    def save(self, folder: Path) -> None:
-        """Write a checkpoint that vLLM reads."""
+    def send(self) -> None:
+        """Take the weights into the engine, through a checkpoint that vLLM reads."""
         from isomodels.weights_conv.write import write_checkpoint
 
         tensors = {n: p.detach().contiguous() for n, p in self.model.named_parameters()}
-        write_checkpoint(folder, tensors, like=self.checkpoint)
+        write_checkpoint(self.weights, tensors, like=self.checkpoint)
+        llm = self.rollouts.llm
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": str(self.weights)})
+        llm.reset_prefix_cache()
+        llm.update_weight_version(f"step {self.steps}")
+
+    def save(self, folder: Path) -> None:
+        """Nothing goes on from a comparison."""
 
 
 def main(args: argparse.Namespace) -> None:
     """Put the two sides together and run the loop."""
     base = base_model(args)
-    options = engine_options(args)
-    rollouts: Any = Rollouts(base, "vllm", args.dtype, options)
-    policy = StockPolicy(base, args)
-    folder = state_of(args)
-
-    def send(version: str) -> None:
-        policy.save(folder)
-        rollouts.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
-        rollouts.llm.reset_prefix_cache()
-
-    loop(args, 0, rollouts, policy.update, send, lambda _: None, check=False)
+    rollouts = start_engine(args, base, "vllm")
+    rollouts.llm.update_weight_version("step 0")
+    loop(args, 0, rollouts, StockPolicy(base, rollouts, args), check=False)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,310 @@
+"""What the RL row compares: an engine and a trainer that share a GPU, ours and a stock pair.
+
+Each runs in a process of its own, which does what `benchmarks.rl_step` asks for.
+"""
+
+import json
+import os
+import random
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Client
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.engine import ROOT, scratch
+from isomodels.config import load_config_dict
+
+sys.path.insert(0, str(ROOT / "examples" / "grpo"))
+import grpo
+
+PARTS = ("generation", "training", "sync", "step")
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is trained and how.
+
+    Attributes:
+        model: folder of a config.json.
+        overrides: of it.
+        prompts, group: prompts of a step, and answers to each.
+        tokens_in, tokens_out: lengths of both.
+        max_tokens: of a microbatch.
+        warm_up, steps: steps before the timed ones, and timed.
+        cache_gib: memory of the engine's cache.
+    """
+
+    model: str
+    overrides: tuple[tuple[str, Any], ...] = ()
+    prompts: int = 32
+    group: int = 8
+    tokens_in: int = 256
+    tokens_out: int = 256
+    max_tokens: int = 8192
+    warm_up: int = 2
+    steps: int = 5
+    cache_gib: float = 12.0
+    device: str = "cuda"
+
+    @property
+    def raw(self) -> dict[str, Any]:
+        """Content of config.json."""
+        return load_config_dict(Path(self.model)) | dict(self.overrides)
+
+    @property
+    def smaller(self) -> "Work":
+        """One microbatch of a model with the same kernels and less memory."""
+        fewer = {name: 32 for name in ("num_experts",) if name in self.raw}
+        layers = min(4, self.raw["num_hidden_layers"])
+        overrides = dict(self.overrides) | fewer | {"num_hidden_layers": layers}
+        length = self.tokens_in + self.tokens_out
+        return replace(
+            self,
+            overrides=tuple(overrides.items()),
+            prompts=max(1, self.max_tokens // length),
+            group=1,
+        )
+
+
+class Pair:
+    """An engine and a trainer."""
+
+    name = ""
+    sync_failed = ""
+
+    def __init__(self, checkpoint: Path, work: Work):
+        self.checkpoint, self.work = checkpoint, work
+
+    def start_engine(self) -> dict[str, Any]:
+        """Start the engine; what it chose."""
+        work = self.work
+        options: dict[str, Any] = {
+            "dtype": "bfloat16",
+            "max_model_len": work.tokens_in + work.tokens_out,
+            "max_num_seqs": work.prompts * work.group,
+            "seed": 0,
+            "worker_extension_cls": "benchmarks.engine_worker.StepWatch",
+            **self.engine_options(),
+        }
+        if work.device == "cuda":
+            options["gpu_memory_utilization"] = 0.02  # only asked to be free at the start
+            options["kv_cache_memory_bytes"] = int(work.cache_gib * 2**30)
+        else:  # a rehearsal; seeds as in grpo.start_engine, and a hybrid's cache needs chunks
+            options |= {"enforce_eager": True, "enable_chunked_prefill": False}
+            options["enable_prefix_caching"] = False
+        sampling = {"max_tokens": work.tokens_out, "ignore_eos": True}
+        engine = "isomodels" if self.name == "ours" else "vllm"
+        self.rollouts = grpo.Rollouts(self.checkpoint, engine, options, sampling)
+        (chosen,) = self.rollouts.llm.collective_rpc("chosen")
+        return json.loads(chosen)
+
+    def engine_options(self) -> dict[str, Any]:
+        """Arguments of `vllm.LLM` for this pair."""
+        return {}
+
+    def start_trainer(self) -> str:
+        """Make the trainer; its name."""
+        raise NotImplementedError
+
+    def update(self, samples: Sequence[grpo.Sample]) -> grpo.Update:
+        """One optimizer step."""
+        raise NotImplementedError
+
+    def send(self) -> None:
+        """Weights into the engine."""
+        raise NotImplementedError
+
+    def samples(self, seed: int) -> list[grpo.Sample]:
+        """Rollouts of random prompts; reward: the last token's id is even."""
+        work, source = self.work, random.Random(seed)
+        vocabulary = range(work.raw["vocab_size"])
+        drawn = [source.choices(vocabulary, k=work.tokens_in) for _ in range(work.prompts)]
+        prompts = [prompt for prompt in drawn for _ in range(work.group)]
+        return self.rollouts.sample(prompts, seed)
+
+    def step(self, seed: int) -> dict[str, Any]:
+        """One step of the loop: seconds of its parts, and what it compared."""
+        times = [time.perf_counter()]
+        samples = self.samples(seed)
+        for sample in samples:
+            sample.reward = float(sample.answer[-1] % 2 == 0)
+        grpo.advantages(samples, self.work.group)
+        times.append(time.perf_counter())
+        update = self.update(samples)
+        synchronize(self.work)
+        times.append(time.perf_counter())
+        self.send()
+        synchronize(self.work)
+        times.append(time.perf_counter())
+        differ, distances = grpo.differing(update.new, update.old)
+        if self.name == "ours":
+            grpo.assert_ratio_one(update.new, update.old, seed)
+        seconds = [b - a for a, b in zip(times, [*times[1:], times[0]], strict=True)]
+        return {
+            **dict(zip(PARTS, [*seconds[:3], -seconds[3]], strict=True)),
+            "compared": len(update.new),
+            "differ": differ,
+            "mean_difference": float(distances.mean()),
+            "max_difference": float(distances.max()),
+            "loss": update.loss,
+            "grad_norm": update.grad_norm,
+            **({"sync_failed": self.sync_failed} if self.sync_failed else {}),
+        }
+
+    def warm(self) -> str:
+        """Compile the trainer's kernels: one update on made-up answers, without an engine."""
+        work, source = self.work, random.Random(0)
+        name = self.start_trainer()
+        vocabulary = range(work.raw["vocab_size"])
+        logprobs = torch.zeros(work.tokens_out).numpy()
+        samples = []
+        for number in range(work.prompts):
+            prompt, answer = (
+                source.choices(vocabulary, k=k) for k in (work.tokens_in, work.tokens_out)
+            )
+            samples.append(grpo.Sample(prompt, answer, logprobs, "", advantage=(-1.0) ** number))
+        self.update(samples)
+        return name
+
+
+class Ours(Pair):
+    name = "ours"
+
+    def start_trainer(self) -> str:
+        from isomodels.megatron import Trainer, check_megatron
+
+        self.trainer = Trainer(
+            self.checkpoint, dtype=torch.bfloat16, lr=1e-6, max_tokens=self.work.max_tokens
+        )
+        for group in self.trainer.optimizer.param_groups:
+            group.update(fused=True, foreach=False)  # Megatron leaves the choice to torch
+        self.policy = grpo.Policy(self.trainer)
+        return f"megatron-core {check_megatron()}"
+
+    def connect(self) -> None:
+        from isomodels.contract import contract_of
+        from isomodels.sync import WeightSender
+        from isomodels.vllm import LLMSyncClient
+
+        contract = contract_of(self.checkpoint, self.work.device, dtype=torch.bfloat16)
+        self.policy.sender = WeightSender(LLMSyncClient(self.rollouts.llm), contract)
+
+    def update(self, samples: Sequence[grpo.Sample]) -> grpo.Update:
+        return self.policy.update(samples)
+
+    def send(self) -> None:
+        if self.policy.sender is None:
+            self.connect()
+        self.policy.send()
+
+
+class Stock(Pair):
+    name = "stock"
+    transfer: Any = None
+
+    def engine_options(self) -> dict[str, Any]:
+        on_gpu = self.work.device == "cuda"
+        return {"weight_transfer_config": {"backend": "ipc"}} if on_gpu else {}
+
+    def start_trainer(self) -> str:
+        from benchmarks.rl_stock import StockTrainer
+
+        self.trainer = StockTrainer(self.checkpoint, 1e-6, self.work.max_tokens, self.work.device)
+        return self.trainer.name
+
+    def update(self, samples: Sequence[grpo.Sample]) -> grpo.Update:
+        return grpo.Update(*self.trainer.update(samples, grpo.clipped_loss))
+
+    def send(self) -> None:
+        llm = self.rollouts.llm
+        if self.work.device != "cuda":  # a rehearsal
+            with tempfile.TemporaryDirectory(dir=scratch()) as folder:
+                path = Path(folder) / "weights"
+                self.write(path)
+                llm.collective_rpc("reload_weights", kwargs={"weights_path": str(path)})
+        elif not self.sync_failed:
+            try:
+                self.transfer = self.transfer or self.connect()
+                self.transfer.send_weights()
+            except Exception:  # the rest of a step can still be compared
+                self.sync_failed = traceback.format_exc()[-600:]
+                print(self.sync_failed, flush=True)
+        llm.reset_prefix_cache()
+
+    def connect(self) -> Any:
+        from vllm.distributed.weight_transfer.ipc_engine import (
+            IPCTrainerInitInfo,
+            IPCTrainerWeightTransferEngine,
+        )
+
+        from isomodels.vllm import LLMSyncClient
+
+        return IPCTrainerWeightTransferEngine.trainer_init(
+            IPCTrainerInitInfo(rank=0),
+            client=LLMSyncClient(self.rollouts.llm),
+            source=_Source(self.trainer),
+        )
+
+    def write(self, folder: Path) -> None:
+        from isomodels.weights_conv.write import write_checkpoint
+
+        tensors = {name: tensor.contiguous() for name, tensor in self.trainer.weights()}
+        write_checkpoint(folder, tensors, small_files=self.checkpoint)
+
+
+class _Source:
+    """The stock trainer's weights, as vLLM's transfer iterates them."""
+
+    def __init__(self, trainer: Any):
+        self.trainer = trainer
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self.trainer.weights()
+
+
+PAIRS: dict[str, type[Pair]] = {"ours": Ours, "stock": Stock}
+
+
+def synchronize(work: Work) -> None:
+    if work.device == "cuda":
+        torch.cuda.synchronize()
+
+
+def memory() -> dict[str, float]:
+    """GiB of the trainer's process at its highest."""
+    if not torch.cuda.is_available():
+        return {}
+    return {"allocated": torch.cuda.max_memory_allocated() / 2**30}
+
+
+def serve(name: str, checkpoint: Path, work: Work, address: str) -> None:
+    """Do what the driver asks: the name of a method and its arguments, then its result.
+
+    `RL_STOCK_TRITON` may name a folder with the Triton that flash-linear-attention needs.
+    """
+    own = os.environ.get(f"RL_{name.upper()}_TRITON")
+    if own:  # of this process alone: vLLM's keeps the usual one
+        sys.path.insert(0, own)
+        import triton  # noqa: F401
+
+        sys.path.remove(own)
+    pair = PAIRS[name](checkpoint, work)
+    with Client(address, "AF_UNIX") as connection:
+        while True:
+            try:
+                method, *arguments = connection.recv()
+            except EOFError:
+                return
+            begin = time.perf_counter()
+            try:
+                result = getattr(pair, method)(*arguments)
+                connection.send((True, result, time.perf_counter() - begin, memory()))
+            except Exception:  # the driver tells it, and the others go on
+                connection.send((False, traceback.format_exc(), 0.0, {}))

@@ -1,0 +1,276 @@
+"""The RL row: whole GRPO steps on one GPU that engine and trainer share, ours against a stock pair.
+
+`python -m benchmarks.rl_step --model tests/data/configs/qwen3-1.7b` takes the parts of
+`examples/grpo/grpo.py` at real sizes: random weights, random prompts, answers of full length. Ours
+is vLLM with our module and Megatron's provider, every ratio asserted to be 1 by bits; stock is vLLM
+with its own model and defaults, `benchmarks.rl_stock`, and vLLM's own weight transfer by CUDA IPC.
+
+Each pair is a process (and its engine another). All engines start side by side, with one process
+more for each trainer, which compiles its kernels on a smaller model. Then one pair after the other
+makes its trainer, warms up and is timed.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from multiprocessing.connection import Listener
+from pathlib import Path
+from typing import Any
+
+from benchmarks.engine import ROOT, scratch
+from benchmarks.harness import Timing, summary
+from benchmarks.rl_pairs import PARTS, Work, serve
+from isomodels.config import read_config
+
+MOST = 1.05  # of stock's time for a whole step
+SAME = ("max_num_seqs", "max_num_batched_tokens", "async_scheduling")
+
+
+class Remote:
+    """A pair in another process, whose log goes to a file."""
+
+    def __init__(self, label: str, name: str, checkpoint: Path, work: Work, out: Path):
+        self.label, self.name = label, name
+        address = tempfile.mktemp(prefix="isomodels-rl-")
+        self.listener = Listener(address, "AF_UNIX")
+        command = [sys.executable, "-m", "benchmarks.rl_step", "--serve", name]
+        command += ["--checkpoint", str(checkpoint), "--work", json.dumps(asdict(work))]
+        command += ["--address", address]
+        paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        environment |= {"VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn"}
+        if name == "stock":  # vLLM's IPC sends handles through pickle
+            environment |= {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+        self.log = out / f"rl_{label}.log"
+        with self.log.open("w") as file:
+            self.process = subprocess.Popen(
+                command,
+                env=environment,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # so that its engine ends with it
+            )
+        self.listener._listener._socket.settimeout(120)  # type: ignore[attr-defined]
+        self.connection = self.listener.accept()
+
+    def ask(self, *request: Any) -> None:
+        """Send a request."""
+        self.connection.send(request)
+
+    def answer(self, seconds: float = 240) -> tuple[Any, float, dict[str, float]]:
+        """Result, seconds it took, memory.
+
+        Raises:
+            RuntimeError: it failed, ended, or gave no answer in time.
+        """
+        try:
+            if not self.connection.poll(seconds):
+                raise RuntimeError(f"{self.label} gave no answer within {seconds:.0f} s")
+            good, result, took, used = self.connection.recv()
+        except (EOFError, ConnectionError):
+            raise RuntimeError(f"{self.label} ended: {self.tail()}") from None
+        if not good:
+            raise RuntimeError(f"{self.label}: {result}")
+        return result, took, used
+
+    def tail(self) -> str:
+        """The end of its log."""
+        return self.log.read_text()[-1500:]
+
+    def close(self) -> None:
+        """End it and its engine."""
+        self.connection.close()
+        self.listener.close()
+        try:
+            self.process.wait(25)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+
+# The driver
+
+
+def measure(
+    names: Sequence[str], work: Work, out: Path, seconds: float
+) -> dict[str, dict[str, Any]]:
+    """Results of the pairs that came to the end; the others' failures are printed.
+
+    Each pair may take its share of what is left of `seconds`, and makes at least two timed steps.
+    """
+    from isomodels.parity.checkpoints import random_checkpoint
+
+    results: dict[str, dict[str, Any]] = {}
+    with tempfile.TemporaryDirectory(dir=scratch()) as folder:
+        begin = time.perf_counter()
+        whole, small = (
+            random_checkpoint(Path(folder) / name, one.raw, "bfloat16", 0, work.device)
+            for name, one in (("whole", work), ("small", work.smaller))
+        )
+        say(begin, "checkpoints written")
+        pairs = {name: Remote(name, name, whole, work, out) for name in names}
+        warmers = {}
+        if work.device == "cuda":
+            warmers = {n: Remote(f"{n}_warm", n, small, work.smaller, out) for n in names}
+        for remote in pairs.values():
+            remote.ask("start_engine")
+        for remote in warmers.values():
+            remote.ask("warm")
+        for name, remote in warmers.items():
+            with told(name):
+                say(begin, f"{name}: kernels compiled in {remote.answer()[1]:.0f} s")
+            remote.close()
+        for name, remote in pairs.items():
+            with told(name):
+                chosen, took, _ = remote.answer()
+                results[name] = {"chosen": chosen, "engine_start": took}
+                say(begin, f"{name}: engine started in {took:.0f} s")
+        for number, (name, remote) in enumerate(pairs.items()):
+            now = time.perf_counter()
+            until = now + (begin + seconds - now) / (len(pairs) - number)
+            if name in results:
+                with told(name):
+                    results[name] |= timed(remote, work, until)
+                    say(begin, f"{name}: done")
+            remote.close()
+    return {name: result for name, result in results.items() if "steps" in result}
+
+
+def timed(remote: Remote, work: Work, until: float) -> dict[str, Any]:
+    """Make the trainer, then steps."""
+    remote.ask("start_trainer")
+    trainer, took, _ = remote.answer()
+    steps = []
+    for seed in range(work.warm_up + work.steps):
+        if seed >= work.warm_up + 2 and time.perf_counter() > until:
+            break
+        remote.ask("step", seed)
+        step, _, used = remote.answer()
+        steps.append(step)
+        print(
+            remote.name,
+            seed,
+            {k: v if isinstance(v, str) else round(v, 6) for k, v in step.items()},
+            flush=True,
+        )
+    return {
+        "trainer": trainer,
+        "trainer_start": took,
+        "warm_up": steps[: work.warm_up],
+        "steps": steps[work.warm_up :],
+        "peak_gib": used,
+    }
+
+
+@contextmanager
+def told(name: str) -> Iterator[None]:
+    """Print a failure of one pair and go on."""
+    try:
+        yield
+    except (RuntimeError, OSError) as error:
+        print(f"{name} failed: {str(error)[-3000:]}", flush=True)
+
+
+def say(begin: float, what: str) -> None:
+    print(f"{time.perf_counter() - begin:4.0f} s  {what}", flush=True)
+
+
+def compare(ours: dict[str, Any], stock: dict[str, Any], work: Work) -> list[Timing]:
+    """The lines of the table: the whole step, then its parts."""
+    for name in SAME:
+        if ours["chosen"][name] != stock["chosen"][name]:
+            raise RuntimeError(f"not the same scheduler: {name}")
+    _, config = read_config(work.raw)
+    shape = (
+        f"{Path(work.model).name}, {config.num_hidden_layers} layers, {work.prompts} x {work.group}"
+        f" answers, {work.tokens_in} in and {work.tokens_out} out"
+    )
+    chose = ", ".join(stock["chosen"][key] for key in ("attention", "compilation", "cudagraphs"))
+    baseline = f"vLLM ({chose}), {stock['trainer']}"
+    compared = sum(step["compared"] for step in ours["warm_up"] + ours["steps"])
+    note = (
+        f"{compared:,} ratios of ours asserted to be 1 by bits; stock: "
+        f"{stock['steps'][-1]['differ'] / stock['steps'][-1]['compared']:.1%} of logprobs differ, "
+        f"on average by {stock['steps'][-1]['mean_difference']:.1e}; {len(ours['steps'])} and "
+        f"{len(stock['steps'])} steps after {work.warm_up}"
+    )
+    if "sync_failed" in stock["steps"][-1]:
+        note += "; stock without its sync, which failed"
+    lines = []
+    for part in ("step", *PARTS[:3]):
+        (mine, spread), (theirs, other) = (
+            summary([step[part] for step in one["steps"]]) for one in (ours, stock)
+        )
+        whole = part == "step"
+        name = shape if whole else f"{shape}: {part}"
+        floor = 1 / MOST if whole else 0.0
+        lines.append(
+            Timing("RL step", name, baseline, 1e3 * mine, 1e3 * theirs, floor,
+                   max(spread, other), note if whole else "")
+        )  # fmt: skip
+    return lines
+
+
+def show(results: dict[str, dict[str, Any]]) -> None:
+    """A table of medians."""
+    print(f"{'':8}" + "".join(f"{part:>12}" for part in PARTS) + "   seconds, medians")
+    for name, result in results.items():
+        medians = {p: summary([s[p] for s in result["steps"]])[0] for p in PARTS}
+        print(f"{name:8}" + "".join(f"{medians[part]:12.3f}" for part in PARTS)
+              + f"   {result['trainer']}; trainer at most {result['peak_gib']}")  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default=str(ROOT / "tests/data/configs/qwen3-1.7b"))
+    parser.add_argument("--set", action="append", default=[], help="NAME=JSON of config.json")
+    parser.add_argument("--contestants", default="ours,stock")
+    for name in ("prompts", "group", "tokens-in", "tokens-out", "max-tokens", "warm-up", "steps"):
+        parser.add_argument(f"--{name}", type=int)
+    parser.add_argument("--cache-gib", type=float)
+    parser.add_argument(
+        "--seconds", type=float, default=600.0, help="fewer steps where it takes more"
+    )
+    parser.add_argument("--device")
+    parser.add_argument("--logs", type=Path, default=None, help="folder for logs and results")
+    parser.add_argument("--out", type=Path, default=None, help="folder of the table to update")
+    parser.add_argument("--serve", help=argparse.SUPPRESS)
+    parser.add_argument("--checkpoint", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--work", help=argparse.SUPPRESS)
+    parser.add_argument("--address", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.serve:
+        serve(options.serve, options.checkpoint, Work(**json.loads(options.work)), options.address)
+        return 0
+    from benchmarks.table import missed, update
+
+    given = {k: v for k, v in vars(options).items() if k in Work.__dataclass_fields__}
+    pairs = (item.partition("=") for item in options.set)
+    overrides = tuple((name, json.loads(value)) for name, _, value in pairs)
+    kept = {k: v for k, v in given.items() if v is not None}
+    work = Work(**{**kept, "model": options.model, "overrides": overrides})
+    logs = options.logs or Path(tempfile.mkdtemp())
+    logs.mkdir(parents=True, exist_ok=True)
+    results = measure(options.contestants.split(","), work, logs, options.seconds)
+    file = logs / f"rl_{Path(work.model).name}.json"
+    file.write_text(json.dumps({"work": asdict(work), "results": results}, indent=1))
+    show(results)
+    if not {"ours", "stock"} <= results.keys():
+        return 1
+    if work.device != "cuda":  # a rehearsal: no line of the table
+        return 0
+    lines = update(options.out or logs, compare(results["ours"], results["stock"], work))
+    for line in lines:
+        print({key: value for key, value in line.items() if key != "run"})
+    return int(any(missed(line) for line in lines))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
