@@ -134,6 +134,7 @@ def run(
     *,
     limit_s: float = 240.0,
     say: Callable[[str], None] = lambda _: None,
+    report: Callable[[list[Line]], None] = lambda _: None,
 ) -> list[Line]:
     """Every layout of a model.
 
@@ -142,9 +143,11 @@ def run(
         folder: for its checkpoint.
         device: "cuda", or "cpu" to imitate it over gloo.
         gpus: how many there are.
-        limit_s: after which what has not answered is ended, and reported as an error.
+        limit_s: after which what has not answered is ended, and compared as an error.
         say: told what is going on.
+        report: told the result.
     """
+    end = time.monotonic() + limit_s
     path = model.write(folder, device)
     spec, config = read_config(path)
     say("checkpoint written")
@@ -158,7 +161,6 @@ def run(
     # the rounds of a GPU; without the crowd, which preempts
     asked = [one for one in rounds(source, "cuda", workload) if one.requests]
     experts = config.routing is not None
-    end = time.monotonic() + limit_s
     with ExitStack() as stack:
         engines = {
             layout: stack.enter_context(
@@ -196,7 +198,9 @@ def run(
             dumps["trainer", layout] = trainers.dump(layout, sequences)
         for thread in threads:
             thread.join()
-    return [compare(side, layout, dump, dumps) for (side, layout), dump in dumps.items()]
+        lines = [compare(side, layout, dump, dumps) for (side, layout), dump in dumps.items()]
+        report(lines)  # before the processes end, which takes its time
+    return lines
 
 
 def _prove(spec: Any, config: Any) -> None:

@@ -22,8 +22,11 @@ REPORTS = os.environ.get("ISOMODELS_MULTI_GPU_REPORTS")
 MODELS = {
     "dense": Model("qwen3-8b", {"num_hidden_layers": 2}),
     "experts": Model("qwen3-30b-a3b", {"num_hidden_layers": 2}),
-    "latent": Model("glm-4.7-flash", {"num_hidden_layers": 2}),
-    "hybrid": Model("qwen3.5-35b-a3b", {"num_hidden_layers": 2, "full_attention_interval": 2}),
+    "latent": Model("glm-4.7-flash", {"num_hidden_layers": 2, "num_nextn_predict_layers": 0}),
+    "hybrid": Model(
+        "qwen3.5-35b-a3b",
+        {"num_hidden_layers": 2, "full_attention_interval": 2, "mtp_num_hidden_layers": 0},
+    ),
 }
 TINY = {
     "dense": Model("Qwen3ForCausalLM", {"num_hidden_layers": 2}),
@@ -54,9 +57,12 @@ def check(model: Model, folder: Path, device: str, gpus: int) -> list[Line]:
                 file.write(text)
 
     limit_s = float(os.environ.get("ISOMODELS_MULTI_GPU_SECONDS", "240"))
-    lines = run(model, folder, device, gpus, limit_s=limit_s, say=say)
-    if REPORTS:
-        write_report(Path(REPORTS) / f"{model.name}.json", model, lines)
+
+    def report(lines: list[Line]) -> None:
+        if REPORTS:
+            write_report(Path(REPORTS) / f"{model.name}.json", model, lines)
+
+    lines = run(model, folder, device, gpus, limit_s=limit_s, say=say, report=report)
     for line in lines:
         assert not line.error, line
         assert line.compared > 500, line
