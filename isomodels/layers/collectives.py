@@ -28,7 +28,7 @@ from isomodels.kernels.vocab_parallel import (
     token_logprobs,
     token_logprobs_gradients,
 )
-from isomodels.layers.parallel import ExpertParallel, Shard, TensorParallel
+from isomodels.layers.parallel import ExpertParallel, Shard, TensorParallel, ranks_of_leaf
 
 # Bytes of a rank's message up to which one collective beats two that move less. Free: no bit
 # depends on it.
@@ -51,6 +51,19 @@ def all_to_all(x: Tensor, parallel: TensorParallel) -> Tensor:
     out = torch.empty_like(flat)
     dist.all_to_all_single(out, flat, group=parallel.group)
     return out.view(x.dtype).view(x.shape)
+
+
+def travel(
+    rows: Tensor, to: list[int], come: list[int], parallel: TensorParallel | ExpertParallel
+) -> Tensor:
+    """[sum of to, H], in the order of the ranks they go to -> [sum of come, H], bit for bit."""
+    width = rows.shape[1] * rows.element_size()
+    flat = _bytes(rows)
+    out = flat.new_empty(sum(come) * width)
+    dist.all_to_all_single(
+        out, flat, [n * width for n in come], [n * width for n in to], group=parallel.group
+    )
+    return out.view(rows.dtype).view(-1, rows.shape[1])
 
 
 def _bytes(x: Tensor) -> Tensor:
@@ -84,8 +97,21 @@ def combine(
 
 
 def tree(partials: Tensor) -> Tensor:
-    """[n, ...] fp32 -> [...], the tree of `row_linear` above the ranks' subtrees."""
+    """[n, T, N] fp32 -> [T, N], the tree of `row_linear` above the ranks' subtrees.
+
+    Of more ranks than leaves, those of a leaf have its columns one after another: [n, T, N / c].
+    """
+    if (sharing := ranks_of_leaf(len(partials))) > 1:
+        partials = partials.unflatten(0, (-1, sharing)).transpose(1, 2).flatten(2)
     return tree_sum(list(partials.unbind()))
+
+
+def _to_neighbours(x: Tensor, parallel: TensorParallel) -> Tensor:
+    """[c, T, k], one for each of the c ranks that share a leaf -> [c, T, k], one from each."""
+    sharing, rows, columns = x.shape
+    leaf = parallel.rank // sharing
+    counts = [rows if rank // sharing == leaf else 0 for rank in range(parallel.size)]
+    return travel(x.reshape(-1, columns), counts, counts, parallel).view(x.shape)
 
 
 def in_rank_order(gradients: Tensor) -> Tensor:
@@ -159,21 +185,33 @@ class _SliceTokens(torch.autograd.Function):
 
 
 class _RowLinear(torch.autograd.Function):
-    """x [T, K / n], weight [N, K / n] -> [T, N] or its slice [t, N], the bits of `row_linear`."""
+    """x [T, K / n] -> [T, N] or its slice [t, N], the bits of `row_linear`.
+
+    Weight [N / c, c K / n]: c ranks share a leaf where there are more ranks than leaves.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, parallel: TensorParallel) -> Tensor:
-        ctx.parallel = parallel
+        sharing = ranks_of_leaf(parallel.size)
+        if sharing > 1:  # [T, K / n] of each -> the leaf [T, c K / n]
+            x = _to_neighbours(x.expand(sharing, -1, -1), parallel).transpose(0, 1).flatten(1)
+        ctx.parallel, ctx.sharing = parallel, sharing
         ctx.save_for_backward(x, weight)
-        partial = row_linear_partial(x, weight, LEAVES // parallel.size)
+        partial = row_linear_partial(x, weight, max(1, LEAVES // parallel.size))
         return combine(partial, parallel, tree, x.dtype, scatter=parallel.sequence)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple:
-        (grad,) = grads
-        if ctx.parallel.sequence:
-            grad = all_gather(grad, ctx.parallel).flatten(0, 1)
-        return *product_gradients(grad, *ctx.saved_tensors, *ctx.needs_input_grad[:2]), None
+        (grad,), parallel, sharing = grads, ctx.parallel, ctx.sharing
+        if parallel.sequence:
+            grad = all_gather(grad, parallel).flatten(0, 1)
+        if sharing > 1:  # the columns of this rank's rows of the weight
+            grad = grad.chunk(sharing, 1)[parallel.rank % sharing].contiguous()
+        dx, dweight = product_gradients(grad, *ctx.saved_tensors, *ctx.needs_input_grad[:2])
+        if sharing > 1 and dx is not None:  # [T, c K / n], of these columns alone -> [T, K / n]
+            parts = _to_neighbours(dx.unflatten(1, (sharing, -1)).transpose(0, 1), parallel)
+            dx = in_rank_order(parts).to(dx.dtype)
+        return dx, dweight, None
 
 
 class _SelectRows(torch.autograd.Function):
@@ -324,7 +362,7 @@ def gather_tokens(x: Tensor, parallel: TensorParallel) -> Tensor:
 
 
 def row_parallel(x: Tensor, weight: Tensor, parallel: TensorParallel) -> Tensor:
-    """x [T, K / n], weight [N, K / n] -> [T, N], or [t, N] under sequence parallelism."""
+    """x [T, K / n], weight as `split_leaves` cuts it -> [T, N]; [t, N] if the stream is cut."""
     out: Tensor = _RowLinear.apply(x, weight, parallel)
     return out
 

@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from isomodels.kernels.grouped_linear import sum_slots
-from isomodels.layers.collectives import all_gather, select_rows
+from isomodels.layers.collectives import all_gather, select_rows, travel
 from isomodels.layers.parallel import ExpertParallel, TensorParallel
 
 
@@ -56,17 +55,6 @@ def plan(offsets: Tensor, parallel: ExpertParallel) -> Journey:
     return Journey(parallel, sent.tolist(), arriving.sum(1).tolist(), by_expert, bounds)
 
 
-def _travel(rows: Tensor, to: list[int], come: list[int], parallel: ExpertParallel) -> Tensor:
-    """[sum of to, H] -> [sum of come, H], bit for bit."""
-    width = rows.shape[1] * rows.element_size()
-    flat = rows.contiguous().view(-1).view(torch.uint8)
-    out = flat.new_empty(sum(come) * width)
-    dist.all_to_all_single(
-        out, flat, [n * width for n in come], [n * width for n in to], group=parallel.group
-    )
-    return out.view(rows.dtype).view(-1, rows.shape[1])
-
-
 def _unsorted(rows: Tensor, by_expert: Tensor) -> Tensor:
     out = torch.empty_like(rows)
     out[by_expert] = rows
@@ -81,7 +69,7 @@ class _Leave(torch.autograd.Function):
         ctx.journey, ctx.dtype = journey, x.dtype
         ctx.save_for_backward(places)
         rows = x[order.long() // places.shape[1]]  # [R, H]
-        arrived = _travel(rows, journey.sent, journey.received, journey.parallel)
+        arrived = travel(rows, journey.sent, journey.received, journey.parallel)
         return arrived[journey.by_expert]
 
     @staticmethod
@@ -89,7 +77,7 @@ class _Leave(torch.autograd.Function):
         (places,) = ctx.saved_tensors
         one = ctx.journey
         rows = _unsorted(grads[0], one.by_expert)
-        home = _travel(rows, one.received, one.sent, one.parallel)
+        home = travel(rows, one.received, one.sent, one.parallel)
         return sum_slots(home.float(), places).to(ctx.dtype), None, None, None
 
 
@@ -100,12 +88,12 @@ class _Return(torch.autograd.Function):
     def forward(ctx: Any, y: Tensor, journey: Journey) -> Tensor:
         ctx.journey = journey
         rows = _unsorted(y, journey.by_expert)
-        return _travel(rows, journey.received, journey.sent, journey.parallel)
+        return travel(rows, journey.received, journey.sent, journey.parallel)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple:
         one = ctx.journey
-        arrived = _travel(grads[0], one.sent, one.received, one.parallel)
+        arrived = travel(grads[0], one.sent, one.received, one.parallel)
         return arrived[one.by_expert], None
 
 

@@ -19,7 +19,7 @@ from isomodels.layers.collectives import (
     sum_shared_rows,
     vocab_token_logprobs,
 )
-from isomodels.layers.parallel import ALONE, Layout, Shard, split, split_vocab
+from isomodels.layers.parallel import ALONE, Layout, Shard, ranks_of_leaf, split_leaves, split_vocab
 
 
 class Placed(TypedDict):
@@ -74,7 +74,8 @@ class RowLinear(nn.Module):
     """x [T, K] -> [T, N]; K is summed by a fixed tree of leaves, so K may be sharded.
 
     Under tensor parallelism a rank gives its columns of x, and under sequence parallelism it gets
-    its slice of the result.
+    its slice of the result. Of more ranks than leaves, neighbours share one: each has the whole
+    leaf of K for some rows of the weight.
     """
 
     def __init__(
@@ -85,15 +86,16 @@ class RowLinear(nn.Module):
     ):
         super().__init__()
         parallel = self.parallel = placed.get("layout", ALONE).tensor
-        if in_features % LEAVES:
+        divisor = max(LEAVES, parallel.size)
+        if in_features % divisor:
             raise UnsupportedError(
-                f"a row-parallel linear needs an input size divisible by {LEAVES}, "
+                f"a row-parallel linear needs an input size divisible by {divisor}, "
                 f"got {in_features}"
             )
-        self.weight = parameter(out_features, in_features // parallel.size, **placed)
-        self.shards: dict[str, Shard] = {}
-        if parallel.size > 1:
-            self.shards = {"weight": split([in_features], parallel.rank, parallel.size, dim=1)}
+        shard = split_leaves(in_features, out_features, parallel.rank, parallel.size)
+        rows = out_features // ranks_of_leaf(parallel.size)
+        self.weight = parameter(rows, shard.length, **placed)
+        self.shards: dict[str, Shard] = {"weight": shard} if parallel.size > 1 else {}
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, K] -> [T, N]."""

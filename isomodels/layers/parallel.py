@@ -6,12 +6,13 @@ leaves of the vocabulary, whole heads, whole experts and whole layers.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from isomodels.errors import UnsupportedError
+from isomodels.kernels.logprob import VOCAB_LEAVES
 from isomodels.kernels.row_linear import LEAVES
 from isomodels.kernels.vocab_parallel import VocabShard
 
@@ -120,33 +121,72 @@ class Part:
         return self.width or self.size // self.pieces
 
 
+class Block(NamedTuple):
+    """A contiguous block of a whole tensor.
+
+    Attributes:
+        offset: where it begins, one index an axis.
+        tensor: its values: a view of the rank's tensor.
+        copy: which of the ranks that hold the block this one is.
+    """
+
+    offset: tuple[int, ...]
+    tensor: Tensor
+    copy: int
+
+    def of(self, whole: Tensor) -> Tensor:
+        """The block's place in the whole tensor."""
+        sizes = self.tensor.shape
+        return whole[tuple(slice(o, o + n) for o, n in zip(self.offset, sizes, strict=True))]
+
+
 @dataclass(frozen=True)
 class Shard:
-    """What a rank holds of a tensor: a piece of each part of axis `dim`, one after another."""
+    """What a rank holds of a tensor: a piece of each part of axis `dim`, one after another.
+
+    Attributes:
+        dim: the axis.
+        parts: which pieces.
+        across: what the rank holds of another axis, where that is cut too.
+    """
 
     dim: int
     parts: tuple[Part, ...]
+    across: "Shard | None" = None
 
     @property
     def length(self) -> int:
         """Size of axis `dim` on this rank."""
         return sum(part.length for part in self.parts)
 
-    @property
-    def whole(self) -> int:
-        """Size of axis `dim` of the whole tensor."""
-        return sum(part.size for part in self.parts)
+    def whole_shape(self, own: Sequence[int]) -> tuple[int, ...]:
+        """Shape of the rank's tensor -> that of the whole one."""
+        shape = list(own)
+        shape[self.dim] = sum(part.size for part in self.parts)
+        return tuple(shape) if self.across is None else self.across.whole_shape(shape)
 
     def take(self, tensor: Tensor) -> Tensor:
         """The whole tensor -> this rank's."""
         pieces = [tensor.narrow(self.dim, part.start, part.length) for part in self.parts]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.dim)
+        taken = pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.dim)
+        return taken if self.across is None else self.across.take(taken)
+
+    def blocks(self, own: Tensor) -> list[Block]:
+        """This rank's tensor in blocks of the whole one, in the order of its parts."""
+        first, found = 0, []
+        for part in self.parts:
+            piece = own.narrow(self.dim, first, part.length)
+            first += part.length
+            inner = [Block((0,) * own.dim(), piece, 0)]
+            for offset, tensor, copy in self.across.blocks(piece) if self.across else inner:
+                start = (*offset[: self.dim], part.start, *offset[self.dim + 1 :])
+                found.append(Block(start, tensor, copy or part.copy))
+        return found
 
     def put(self, whole: Tensor, own: Tensor) -> None:
         """Write this rank's tensor to its places in the whole one."""
-        pieces = own.split([part.length for part in self.parts], self.dim)
-        for part, piece in zip(self.parts, pieces, strict=True):
-            whole.narrow(self.dim, part.start, part.length).copy_(piece)
+        for block in self.blocks(own):
+            block.of(whole).copy_(block.tensor)
 
 
 def split(sizes: Sequence[int], rank: int, ranks: int, dim: int = 0) -> Shard:
@@ -179,6 +219,20 @@ def _parts(sizes: Sequence[int], cuts: Sequence[tuple[int, int, int, int]]) -> I
     for size, (index, pieces, copies, copy) in zip(sizes, cuts, strict=True):
         yield Part(offset, size, index, pieces, copies, copy)
         offset += size
+
+
+def split_leaves(in_features: int, out_features: int, rank: int, ranks: int) -> Shard:
+    """A weight [N, K] whose K is summed in leaves: whole leaves of K, or a leaf's share of N."""
+    sharing = ranks_of_leaf(ranks)
+    across = split([out_features], rank % sharing, sharing) if sharing > 1 else None
+    cut = _parts([in_features], [(rank // sharing, ranks // sharing, 1, 0)])
+    return Shard(1, tuple(cut), across)
+
+
+def ranks_of_leaf(ranks: int) -> int:
+    """How many neighbours share a leaf of K, each with some columns of the product: 1 while there
+    are as many leaves as ranks."""
+    return max(1, ranks // LEAVES)
 
 
 def split_vocab(vocab: VocabShard) -> Shard:
@@ -237,7 +291,7 @@ def named_tensors(core: nn.Module) -> dict[str, Tensor]:
 
 def tensor_degrees(config: Any) -> list[int]:
     """The degrees of tensor parallelism that divide a model."""
-    return [n for n in range(1, LEAVES + 1) if _obstacle(config, n) is None]
+    return [n for n in range(1, VOCAB_LEAVES + 1) if _obstacle(config, n) is None]
 
 
 def expert_degrees(config: Any) -> list[int]:
@@ -258,8 +312,16 @@ def _check_tensor(config: Any, ranks: int) -> None:
 def _obstacle(config: Any, ranks: int) -> str | None:
     """What tensor parallelism of this degree does not divide, or None."""
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    if ranks < 1 or LEAVES % ranks:
+    if ranks < 1 or (LEAVES % ranks and ranks % LEAVES):
         return f"the {LEAVES} leaves in which row-parallel products are summed"
+    if config.hidden_size % ranks_of_leaf(ranks):
+        return f"the hidden size of {config.hidden_size}"
+    for name in _WIDTHS:  # in leaves they are cut in any case
+        width = getattr(config, name, None)
+        if ranks > LEAVES and width is not None and width % ranks:
+            return f"the {name} of {width}"
+    if VOCAB_LEAVES % ranks:
+        return f"the {VOCAB_LEAVES} leaves in which the vocabulary is summed"
     if heads % ranks:
         return f"the {heads} attention heads"
     if kv_heads % ranks and ranks % kv_heads:
@@ -270,6 +332,9 @@ def _obstacle(config: Any, ranks: int) -> str | None:
     if VocabShard(config.vocab_size, ranks - 1, ranks).count == 0:
         return f"the leaves of a vocabulary of {config.vocab_size}"
     return None
+
+
+_WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
 
 
 def _either(degrees: Sequence[int]) -> str:

@@ -54,14 +54,10 @@ def _cut(name: str, tensor: Tensor, shard: Shard | None, copy: bool) -> Iterator
     if shard is None:
         yield Piece(name, (0,) * tensor.dim(), tuple(tensor.shape), tensor, copy)
         return
-    whole, offset, first = list(tensor.shape), [0] * tensor.dim(), 0
-    whole[shard.dim] = shard.whole
-    for part in shard.parts:
-        offset[shard.dim] = part.start
-        block = tensor.narrow(shard.dim, first, part.length)
-        first += part.length
-        if part.length:
-            yield Piece(name, tuple(offset), tuple(whole), block, copy or part.copy > 0)
+    whole = shard.whole_shape(tensor.shape)
+    for block in shard.blocks(tensor):
+        if block.tensor.numel():
+            yield Piece(name, block.offset, whole, block.tensor, copy or block.copy > 0)
 
 
 def copy_overlap(source: Piece, target: Piece) -> int:

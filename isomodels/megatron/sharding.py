@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from torch import Tensor
 
-from isomodels.layers.parallel import Part, Shard, shards
+from isomodels.layers.parallel import Block, Shard, shards
 from isomodels.layers.pieces import Piece, pieces
 
 
@@ -68,37 +68,34 @@ def _rank(group: Any) -> int:
 
 
 def _sharded(key: str, tensor: Tensor, shard: Shard | None, copy: tuple[int, int, int]) -> Any:
+    shape = tuple(tensor.shape)
     if shard is None:
-        return _whole_axis(key, tensor, 0, Part(0, len(tensor)), len(tensor), copy)
+        return _stored(key, Block((0,) * len(shape), tensor, 0), shape, copy)
+    whole = shard.whole_shape(shape)
     if len(shard.parts) == 1:
-        return _whole_axis(key, tensor, shard.dim, shard.parts[0], shard.whole, copy)
+        (block,) = shard.blocks(tensor)
+        own = block._replace(tensor=tensor)  # the parameter itself, by which the optimizer finds it
+        return _stored(key, own, whole, copy)
 
     def build(key: str, tensor: Tensor, copy: Any, flattened_range: Any) -> list[ShardedTensor]:
-        pieces = tensor.split([part.length for part in shard.parts], shard.dim)
-        return [
-            _whole_axis(key, piece, shard.dim, part, shard.whole, copy)
-            for piece, part in zip(pieces, shard.parts, strict=True)
-        ]
+        return [_stored(key, block, whole, copy) for block in shard.blocks(tensor)]
 
     def merge(pieces: list[Tensor]) -> Tensor:
-
         return torch.cat(pieces, shard.dim)
 
     return ShardedTensorFactory(key, tensor, build, merge, copy)
 
 
-def _whole_axis(
-    key: str, tensor: Tensor, dim: int, part: Part, size: int, copy: tuple[int, int, int]
+def _stored(
+    key: str, block: Block, whole: tuple[int, ...], copy: tuple[int, int, int]
 ) -> ShardedTensor:
-    shape, offset = list(tensor.shape), [0] * tensor.dim()
-    shape[dim], offset[dim] = size, part.start
     return ShardedTensor(
         key=key,
-        data=tensor,
-        dtype=tensor.dtype,
-        local_shape=tuple(tensor.shape),
-        global_shape=tuple(shape),
-        global_offset=tuple(offset),
+        data=block.tensor,
+        dtype=block.tensor.dtype,
+        local_shape=tuple(block.tensor.shape),
+        global_shape=whole,
+        global_offset=block.offset,
         axis_fragmentations=None,  # pieces of any length at any place
-        replica_id=(copy[0], copy[1] + part.copy, copy[2]),
+        replica_id=(copy[0], copy[1] + block.copy, copy[2]),
     )

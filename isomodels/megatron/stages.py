@@ -114,9 +114,7 @@ def gather_model(models: Sequence[Any]) -> Any:
                 tensors[name] = tensor
                 continue
             if name not in tensors:
-                shape = list(tensor.shape)
-                shape[shard.dim] = shard.whole
-                tensors[name] = tensor.new_empty(shape)
+                tensors[name] = tensor.new_empty(shard.whole_shape(tensor.shape))
             shard.put(tensors[name], tensor)
     return WholeModel(models[0].core.config, tensors) if dist.get_rank() == 0 else None
 

@@ -6,11 +6,15 @@ Over real ranks: tests/parallel.
 import pytest
 import torch
 
+from isomodels.config import read_config
+from isomodels.errors import UnsupportedError
 from isomodels.kernels.fixed_order import matmul_nt
 from isomodels.kernels.linear import linear
 from isomodels.kernels.row_linear import LEAVES, tree_sum
 from isomodels.layers.linear import Linear
 from isomodels.layers.mlp import MLP
+from isomodels.layers.parallel import Layout, TensorParallel, check_layout, tensor_degrees
+from isomodels.parity.checkpoints import tiny_config
 from tests.kernel.battery import DTYPES, assert_same_bits, hard
 
 
@@ -63,3 +67,34 @@ def test_bias_of_a_column_shard():
     x = hard(5, 40, seed=2)
     parts = zip(layer.weight.chunk(8), layer.bias.chunk(8), strict=True)
     assert_same_bits(torch.cat([linear(x, w, b) for w, b in parts], 1), layer(x), "shards")
+
+
+EIGHT = {"num_attention_heads": 8, "num_key_value_heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("fields", "ranks", "message"),
+    [
+        ({}, 3, r"3 does not divide the 4 leaves .* summed: use 1, 2 or 4$"),
+        ({}, 8, "8 does not divide the 4 attention heads: use 1, 2 or 4"),
+        (EIGHT, 16, "16 does not divide the 8 leaves in which the vocabulary .* 1, 2, 4 or 8"),
+        ({**EIGHT, "num_key_value_heads": 8, "intermediate_size": 348}, 8, "intermediate_size"),
+        (
+            {**EIGHT, "num_attention_heads": 12, "num_key_value_heads": 3},
+            4,
+            "the 3 key-value heads",
+        ),
+        ({**EIGHT, "hidden_size": 132}, 8, None),
+        ({**EIGHT, "vocab_size": 100}, 2, "the leaves of a vocabulary of 100: use 1$"),
+    ],
+)
+def test_degrees_that_divide_a_model(fields, ranks, message):
+    raw = {**tiny_config("Qwen3ForCausalLM"), "dtype": "bfloat16", **fields}
+    _, config = read_config(raw)
+    layout = Layout(TensorParallel(0, ranks))
+    assert (ranks in tensor_degrees(config)) == (message is None)
+    if message is None:
+        check_layout(config, layout)
+        return
+    with pytest.raises(UnsupportedError, match=message):
+        check_layout(config, layout)

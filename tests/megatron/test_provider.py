@@ -78,7 +78,7 @@ def test_unsupported_features_are_named(checkpoint, override):
     ("override", "message"),
     [
         ({"tensor_model_parallel_size": 3}, r"leaves .* summed: use 1$"),
-        ({"tensor_model_parallel_size": 8}, r"leaves .* summed: use 1$"),
+        ({"tensor_model_parallel_size": 8}, r"heads: use 1$"),
         ({"pipeline_model_parallel_size": 2, **ANY_LENGTH}, r"the 3 layers: .* one of 1, 3"),
         ({"pipeline_model_parallel_size": 3}, "variable_seq_lengths to True"),
         (

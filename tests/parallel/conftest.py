@@ -27,6 +27,14 @@ def four_ranks() -> Iterator[Ranks]:
 
 
 @pytest.fixture(scope="session")
+def eight_ranks() -> Iterator[Ranks]:
+    """Eight of them: two share each leaf of K."""
+    with Ranks("core", CORE, 8) as ranks:
+        ranks.results()
+        yield ranks
+
+
+@pytest.fixture(scope="session")
 def trainers() -> Iterator[Callable[[int], Ranks]]:
     """trainers(n) -> n ranks that open trainers, started once."""
     started: dict[int, Ranks] = {}

@@ -13,7 +13,7 @@ from isomodels.batch import Batch
 from isomodels.checkpoint import load_into, open_checkpoint
 from isomodels.layers import collectives
 from isomodels.layers.linear import Embedding
-from isomodels.layers.parallel import ExpertParallel, Layout, TensorParallel, shards
+from isomodels.layers.parallel import ExpertParallel, Layout, TensorParallel, shards, split_leaves
 from isomodels.registry import load_object
 
 TREE = collectives.tree
@@ -69,28 +69,31 @@ class CoreRank:
         return bool(table(tokens([12], 1003)[0]).signbit().all())
 
     def traffic(self, ranks: int, rows: int, columns: int) -> int | None:
-        """Bytes that this rank receives to fold fp32 partial sums and round them to bfloat16."""
+        """Bytes that this rank receives in a product [rows, columns] x [columns, columns]."""
         if self.rank >= ranks:
             return None
         collectives.SMALL_MESSAGE = SMALL_MESSAGE
-        received, moves = [0], (collectives.all_gather, collectives.all_to_all)
+        parallel = TensorParallel(self.rank, ranks, self.groups[ranks])
+        shard = split_leaves(columns, columns, self.rank, ranks)
+        weight = shard.take(torch.ones(columns, columns, dtype=torch.bfloat16))
+        x = torch.ones(rows, columns // ranks, dtype=torch.bfloat16)
+        received, gather, exchange = [0], dist.all_gather_into_tensor, dist.all_to_all_single
 
-        def gather(x: Tensor, parallel: TensorParallel) -> Tensor:
-            received[0] += (parallel.size - 1) * x.nbytes
-            return moves[0](x, parallel)
+        def counted_gather(out: Tensor, x: Tensor, group: Any) -> None:
+            received[0] += out.nbytes - x.nbytes
+            gather(out, x, group=group)
 
-        def exchange(x: Tensor, parallel: TensorParallel) -> Tensor:
-            received[0] += x.nbytes - x[0].nbytes
-            return moves[1](x, parallel)
+        def counted_exchange(
+            out: Tensor, x: Tensor, come: Any = None, to: Any = None, *, group: Any
+        ) -> None:
+            own = len(x) // ranks if to is None else to[self.rank]  # of bytes
+            received[0] += len(out) - own
+            exchange(out, x, come, to, group=group)
 
-        collectives.all_gather, collectives.all_to_all = gather, exchange  # type: ignore
-        try:
-            parallel = TensorParallel(self.rank, ranks, self.groups[ranks])
-            collectives.combine(
-                torch.ones(rows, columns), parallel, collectives.tree, torch.bfloat16
-            )
-        finally:
-            collectives.all_gather, collectives.all_to_all = moves
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dist, "all_gather_into_tensor", counted_gather)
+            patch.setattr(dist, "all_to_all_single", counted_exchange)
+            collectives.row_parallel(x, weight, parallel)
         return received[0]
 
     def run(
@@ -140,10 +143,13 @@ class CoreRank:
         return dumped
 
 
-def tokens(lengths: list[int], vocab_size: int) -> tuple[Tensor, Tensor, Batch]:
+def tokens(
+    lengths: list[int], vocab_size: int, device: str = "cpu"
+) -> tuple[Tensor, Tensor, Batch]:
     generator = torch.Generator().manual_seed(3)
     bounds = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
-    ids = torch.randint(vocab_size, (sum(lengths),), generator=generator)
+    ids = torch.randint(vocab_size, (sum(lengths),), generator=generator).to(device)
+    bounds = bounds.to(device)
     return ids, Batch.positions(bounds), Batch.packed(bounds)
 
 
@@ -168,9 +174,7 @@ def whole_gradients(core: nn.Module, ranks: int, group: Any) -> dict[str, Tensor
                 assert torch.equal(other[name], grad), f"{name} differs among the ranks"
             whole[name] = grad
             continue
-        shape = list(grad.shape)
-        shape[shard.dim] = shard.whole
-        whole[name] = grad.new_zeros(shape)
+        whole[name] = grad.new_zeros(shard.whole_shape(grad.shape))
         for other, parts in gathered:
             parts[name].put(whole[name], other[name])
     return whole

@@ -137,6 +137,37 @@ def test_bytes_on_the_wire(four_ranks, size):
     assert [b for b in four_ranks.results() if b is not None] == [(size - 1) * columns * 4] * size
 
 
+EIGHT_HEADS = {"num_attention_heads": 8, "head_dim": 16}  # two key heads, which four ranks share
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["tp", "sp"])
+def test_eight_ranks_of_which_two_share_a_leaf(eight_ranks, tiny, sequence):
+    path = tiny("MiMoForCausalLM", "bfloat16", **EIGHT_HEADS)
+    expected = alone(eight_ranks, path)
+    for small in (0, 1 << 30):
+        for got in run(eight_ranks, path, ranks=8, sequence=sequence, small=small):
+            for case in CASES:
+                assert_same_bits(got[case], expected[case], case)
+    path = tiny("MiMoForCausalLM", "float32", **EIGHT_HEADS)
+    expected = alone(eight_ranks, path, gradients=True)["gradients"]
+    got = run(eight_ranks, path, ranks=8, sequence=sequence, gradients=True)[0]["gradients"]
+    assert got.keys() == expected.keys()
+    for name, gradient in expected.items():
+        scale = float(gradient.abs().max())
+        torch.testing.assert_close(got[name], gradient, atol=3e-6 * scale, rtol=0, msg=name)
+
+
+def test_bytes_on_the_wire_of_a_shared_leaf(eight_ranks):
+    """A leaf's columns of x are exchanged, and each rank sends half as many partial sums."""
+    rows, columns = 256, 1024
+    eight_ranks.submit("traffic", 8, rows, columns)
+    of_x = rows * columns // 8 * 2
+    partial, rounded = 7 * rows * columns // 2 * 4 // 8, 7 * rows * columns * 2 // 8
+    ring = 2 * 7 * rows * columns * 2 // 8
+    assert eight_ranks.results() == [of_x + partial + rounded] * 8
+    assert of_x + partial + rounded < 1.1 * ring
+
+
 @pytest.mark.parametrize("sequence", [False, True], ids=["tp", "sp"])
 @pytest.mark.parametrize("size", [2, 4])
 def test_negative_zeros_of_the_embedding(four_ranks, size, sequence):

@@ -22,7 +22,7 @@ HYBRID = {
 }
 MODELS = {
     "qwen3": ("Qwen3ForCausalLM", {**LAYERS, "tie_word_embeddings": True}),
-    "mimo": ("MiMoForCausalLM", LAYERS),
+    "mimo": ("MiMoForCausalLM", {**LAYERS, "num_attention_heads": 8, "head_dim": 16}),
     "qwen3_moe": ("Qwen3MoeForCausalLM", LAYERS),
     "deepseek": ("DeepseekV3ForCausalLM", LAYERS),
     "glm": ("Glm4MoeLiteForCausalLM", LAYERS),
@@ -48,6 +48,7 @@ DENSE = [
     ("qwen3", "bfloat16", "dp2"),
     ("mimo", "bfloat16", "tp2,sp"),
     ("mimo", "bfloat16", "tp4"),
+    ("mimo", "bfloat16", "tp8"),
     ("mimo", "bfloat16", "tp2,sp,pp2"),
 ]
 
