@@ -320,9 +320,9 @@ def main() -> int:
             write_checkpoint(Path(folder), config(LAYERS), "cuda")
             torch.cuda.empty_cache()
             engines = start_engines(Path(folder), options.gpus)
+        ranks = Ranks("bench", "benchmarks.parallel:Rank", options.gpus)
         while options.wait and not options.wait.exists():
             time.sleep(0.1)
-        ranks = Ranks("bench", "benchmarks.parallel:Rank", options.gpus)
         # what hangs is ended: its caller then hears of it
         processes = [*ranks.remotes, *engines.values()]
         timer = threading.Timer(options.limit, lambda: [one.kill() for one in processes])
