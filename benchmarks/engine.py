@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from benchmarks.harness import Timing, row, summary
-from benchmarks.qwen3_8b import config, write_checkpoint
+from benchmarks.served import MODELS, Served
 
 TEST = "tests/parity/test_parity.py"
 ROOT = Path(__file__).parent.parent
@@ -155,7 +155,9 @@ def in_own_process(contestant: str, checkpoint: Path, load: Load, out: Path) -> 
     return json.loads(result.read_text())
 
 
-def compare(ours: dict, stock: dict, load: Load, layers: int, baseline: str) -> list[Timing]:
+def compare(
+    ours: dict, stock: dict, load: Load, served: Served, layers: int, baseline: str
+) -> list[Timing]:
     """The lines of the table."""
     for name in SAME:
         if ours["chosen"][name] != stock["chosen"][name]:
@@ -163,7 +165,7 @@ def compare(ours: dict, stock: dict, load: Load, layers: int, baseline: str) -> 
                 f"not the same scheduler: {name} is {ours['chosen'][name]} for isomodels, "
                 f"{stock['chosen'][name]} for stock vLLM"
             )
-    shape = f"Qwen3-8B, {layers} layers, {load.requests} requests of {load.tokens_in}"
+    shape = f"{served.shape(layers)}, {load.requests} requests of {load.tokens_in}"
     batched = f"{ours['chosen']['max_num_batched_tokens']} tokens a step at most"
     chose = ", ".join(stock["chosen"][key] for key in ("attention", "compilation", "cudagraphs"))
     tokens = load.requests * load.tokens_out
@@ -178,14 +180,14 @@ def compare(ours: dict, stock: dict, load: Load, layers: int, baseline: str) -> 
         note = f"{rate}{batched}, stock: {chose}; {runs}" if per_run else f"{batched}; {runs}"
         spread = max(spread, their_spread)
         return Timing(
-            "engine", shape + what, baseline, 1e3 * mine, 1e3 * theirs, floor, spread, note
+            served.row, shape + what, baseline, 1e3 * mine, 1e3 * theirs, floor, spread, note
         )
 
     decode = f", one decode step of all {load.requests}"
     return [
         line(f" in and {load.tokens_out} out", "seconds", 0.95, tokens),
         line(" in and 1 out", "prefill_seconds", 0.0),
-        Timing("engine", shape + decode, baseline, ours["decode_step_ms"],
+        Timing(served.row, shape + decode, baseline, ours["decode_step_ms"],
                stock["decode_step_ms"], 0.0, note="median of the timed runs"),
     ]  # fmt: skip
 
@@ -213,20 +215,23 @@ def scratch() -> str | None:
 
 
 def measure(
-    contestants: Sequence[str], layers: int, load: Load, out: Path
+    contestants: Sequence[str], served: Served, layers: int, load: Load, out: Path
 ) -> tuple[dict[str, dict], dict[str, str]]:
     """Results and failures by contestant."""
     results: dict[str, dict] = {}
     failures: dict[str, str] = {}
     with tempfile.TemporaryDirectory(dir=scratch()) as folder:
         begin = time.perf_counter()
-        write_checkpoint(Path(folder), config(layers), "cuda")
+        checkpoint = Path(folder, "checkpoint")
+        raw = served.config(layers)
+        served.write(checkpoint, raw)
+        load = replace(load, vocab_size=raw["vocab_size"])
         torch.cuda.empty_cache()
         print(f"checkpoint of {layers} layers in {time.perf_counter() - begin:.0f} s")
         for name in contestants:
             begin = time.perf_counter()
             try:
-                results[name] = in_own_process(name, Path(folder), load, out)
+                results[name] = in_own_process(name, checkpoint, load, out)
                 show(name, results[name])
             except (subprocess.SubprocessError, OSError) as error:
                 log = (out / f"engine_{name}.log").read_text().splitlines()
@@ -239,26 +244,40 @@ def measure(
 @row("engine", TEST)
 def engine() -> Iterator[Timing]:
     """Whole runs, prefill alone, and the cadence of decode steps."""
-    yield from _engine(["stock", "ours"], 36, Load(), Path(tempfile.mkdtemp()))
+    yield from _engine(MODELS["qwen3-8b"])
 
 
-def _engine(names: Sequence[str], layers: int, load: Load, out: Path) -> Iterator[Timing]:
+@row("engine moe", TEST)
+def engine_moe() -> Iterator[Timing]:
+    """The same of experts and latent attention."""
+    yield from _engine(MODELS["glm-4.7-flash"])
+
+
+def _engine(
+    served: Served,
+    names: Sequence[str] = ("stock", "ours"),
+    layers: int | None = None,
+    load: Load = Load(),
+    out: Path | None = None,
+) -> Iterator[Timing]:
     import vllm
 
-    results, failures = measure(names, layers, load, out)
+    layers = layers or served.layers
+    results, failures = measure(names, served, layers, load, out or Path(tempfile.mkdtemp()))
     if failures:
         raise RuntimeError("\n".join(f"{name}: {text}" for name, text in failures.items()))
     stock, *others = names
     for name in others:
         runner = "" if name == "ours" else f" ({name})"
         baseline = f"vLLM {vllm.__version__}{runner}"
-        yield from compare(results[name], results[stock], load, layers, baseline)
+        yield from compare(results[name], results[stock], load, served, layers, baseline)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--contestants", default="stock,ours", help="the baseline first")
-    parser.add_argument("--layers", type=int, default=36)
+    parser.add_argument("--model", choices=MODELS, default="qwen3-8b")
+    parser.add_argument("--layers", type=int, default=None, help="default: as in the table")
     parser.add_argument("--profile", action="store_true", help="list the kernels of a step")
     parser.add_argument("--logs", type=Path, default=None, help="folder for logs and results")
     parser.add_argument("--out", type=Path, default=None, help="folder of the table to update")
@@ -277,7 +296,8 @@ def main() -> int:
     logs = options.logs or Path(tempfile.mkdtemp())
     logs.mkdir(parents=True, exist_ok=True)
     names = options.contestants.split(",")
-    timings = list(_engine(names, options.layers, Load(profile=options.profile), logs))
+    load = Load(profile=options.profile)
+    timings = list(_engine(MODELS[options.model], names, options.layers, load, logs))
     lines = update(options.out or logs, timings)
     for line in lines:
         print({key: value for key, value in line.items() if key != "run"})

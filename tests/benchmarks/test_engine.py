@@ -6,9 +6,13 @@ import torch
 
 from benchmarks import engine, engine_worker, qwen3_8b
 from benchmarks.engine_worker import StepProfile
+from benchmarks.harness import ROWS
+from benchmarks.served import MODELS
 from isomodels.checkpoint import load_checkpoint
+from isomodels.config import read_config
 from isomodels.validate.bits import bits
 
+QWEN3 = MODELS["qwen3-8b"]
 SMALL = {
     "vocab_size": 503,
     "hidden_size": 128,
@@ -54,7 +58,7 @@ def chosen(**changed) -> dict:
 def test_lines_of_the_table():
     load = engine.Load(requests=10, tokens_in=3, tokens_out=4)
     stock = {**chosen(), "seconds": [1.0, 1.0, 1.0], "decode_step_ms": 3.0}
-    whole, prefill, step = engine.compare(chosen(), stock, load, 36, "vLLM")
+    whole, prefill, step = engine.compare(chosen(), stock, load, QWEN3, 36, "vLLM")
     assert (whole.ratio, whole.floor) == (0.5, 0.95)
     assert "20 against 40 tokens/s out" in whole.note
     assert (prefill.ratio, step.ratio) == (1.0, 0.75)
@@ -63,7 +67,7 @@ def test_lines_of_the_table():
 @pytest.mark.parametrize("name", engine.SAME)
 def test_schedulers_that_differ_are_refused(name):
     with pytest.raises(RuntimeError, match=f"not the same scheduler: {name} is 2 for isomodels, 1"):
-        engine.compare(chosen(**{name: 2}), chosen(), engine.Load(), 36, "vLLM")
+        engine.compare(chosen(**{name: 2}), chosen(), engine.Load(), QWEN3, 36, "vLLM")
 
 
 def test_steps_to_profile(monkeypatch):
@@ -86,3 +90,13 @@ def test_compilations_are_told(monkeypatch):
     knobs.runtime.jit_post_compile_hook(fn=SimpleNamespace(name="a.b._gemm"), key="k")
     assert names == ["_gemm"]
     assert len(heard) == 1
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_model_has_a_row_of_its_own_and_any_depth(name):
+    served = MODELS[name]
+    assert served.row in ROWS
+    _, config = read_config(served.config(3))
+    assert config.num_hidden_layers == 3
+    assert served.shape(3) == f"{served.name}, 3 layers"
+    assert len({one.row for one in MODELS.values()}) == len(MODELS)

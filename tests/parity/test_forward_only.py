@@ -1,6 +1,7 @@
 """`isomodels parity --forward-only`: weights drawn by both sides, one after the other."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -72,7 +73,7 @@ def test_other_weights_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         _folder(tmp_path),
         device="cpu",
         seed=0,
-        workload=WORKLOADS["quick"],
+        workload=replace(WORKLOADS["quick"], scored=(7, 40, 90), prefixes=((40, 3),), crowded=4),
         say=lambda _: None,
     )
     found = " ".join(report.faults())

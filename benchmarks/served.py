@@ -1,0 +1,60 @@
+"""The models of the engine rows: configs at any depth, and checkpoints of random weights."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks import qwen3_8b
+from isomodels.parity.checkpoints import random_checkpoint
+
+CONFIGS = Path(__file__).parent.parent / "tests" / "data" / "configs"
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model that both contestants serve.
+
+    Attributes:
+        row: of the table.
+        name: in the table.
+        layers: depth in the table.
+        config: content of config.json at a depth.
+        write: writes a checkpoint of that config at a path that does not exist yet.
+    """
+
+    row: str
+    name: str
+    layers: int
+    config: Callable[[int], dict[str, Any]]
+    write: Callable[[Path, dict[str, Any]], object]
+
+    def shape(self, layers: int) -> str:
+        """Name and depth."""
+        return f"{self.name}, {layers} layers"
+
+
+def _glm(layers: int) -> dict[str, Any]:
+    raw = json.loads((CONFIGS / "glm-4.7-flash" / "config.json").read_text())
+    # neither contestant computes with the MTP layers
+    return {**raw, "num_hidden_layers": layers, "num_nextn_predict_layers": 0}
+
+
+MODELS = {
+    "qwen3-8b": Served(
+        "engine",
+        "Qwen3-8B",
+        36,
+        qwen3_8b.config,
+        lambda folder, raw: qwen3_8b.write_checkpoint(folder, raw, "cuda"),
+    ),
+    # 12 of 47 layers: the weights of all would take minutes to write and to read
+    "glm-4.7-flash": Served(
+        "engine moe",
+        "GLM-4.7-Flash",
+        12,
+        _glm,
+        lambda folder, raw: random_checkpoint(folder, raw, "bfloat16", 0, "cuda"),
+    ),
+}
