@@ -17,7 +17,7 @@ from isomodels.config import load_config_dict, read_config
 from isomodels.errors import CheckpointError
 from isomodels.registry import ArchSpec, load_object
 from isomodels.weights_conv.bits import dtype_name, shorten
-from isomodels.weights_conv.files import TensorFiles, read_tensors
+from isomodels.weights_conv.files import CONTRACT, TensorFiles, read_tensors
 from isomodels.weights_conv.fp8 import Dequantised
 from isomodels.weights_conv.rules import Carried, Resolved, resolve
 from isomodels.weights_conv.tables import check_tensors, check_tied, iter_module, pinned, to_hf
@@ -125,6 +125,7 @@ def save_checkpoint(
     *,
     like: Path | str,
     max_shard_size: int | None = None,
+    contract: str | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> None:
     """Write a module as a Hugging Face checkpoint.
@@ -138,6 +139,7 @@ def save_checkpoint(
         out_dir: folder to write; may be `like` itself.
         like: checkpoint folder the module was loaded from.
         max_shard_size: bytes a file may have.
+        contract: what the folder states of these weights, as JSON; that of `like` is another's.
         progress: called with the number of bytes after each file.
 
     Raises:
@@ -155,12 +157,13 @@ def save_checkpoint(
     hf = to_hf(checkpoint.rules, state, optional=checkpoint.tensors.keys())
     check_tensors(checkpoint.rules, hf)
     dtype = _module_dtype(checkpoint, state)
+    stated = {} if contract is None else {CONTRACT: contract}
     write_checkpoint(
         out_dir,
         hf,
         like=checkpoint.tensors,
         max_shard_size=max_shard_size,
-        files=config_file(checkpoint.path, dtype),
+        files=config_file(checkpoint.path, dtype) | stated,
         progress=progress,
     )
 

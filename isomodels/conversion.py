@@ -4,20 +4,23 @@ Every form is read as a lazy mapping of Hugging Face names (`stored_weights`), a
 so that memory holds little more than the largest tensor.
 """
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from isomodels.checkpoint import config_file
+from isomodels.config import read_config
 from isomodels.errors import CheckpointError
+from isomodels.registry import ArchSpec
 from isomodels.stored_weights import Weights, open_weights
 from isomodels.weights_conv.bits import CastTensors, LazyTensors, same_bits, shorten
 from isomodels.weights_conv.dist_write import write_distributed
-from isomodels.weights_conv.files import TensorFiles
+from isomodels.weights_conv.files import CONTRACT, TensorFiles
 from isomodels.weights_conv.rules import Either, Resolved, Tied, Widened, resolve
 from isomodels.weights_conv.tables import JoinedTensors, SplitTensors
 from isomodels.weights_conv.write import copy_small_files, place, write_checkpoint
@@ -63,6 +66,18 @@ class Plan:
     def nbytes(self) -> int:
         """Bytes of the tensors that are written."""
         return sum(tensor.nbytes for tensor in self.tensors.meta().values())
+
+    @property
+    def exact(self) -> bool:
+        """Whether no tensor is rounded or widened."""
+        return self.dtype == self.source.config.torch_dtype
+
+    def written_config(self) -> tuple[ArchSpec, Any]:
+        """The architecture and config of what is written."""
+        files = config_file(self.source.small_files, self.dtype)
+        if not files:
+            return self.source.spec, self.source.config
+        return read_config(json.loads(files["config.json"]))
 
     def mappings(self) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
         """(names that are read, names that are written), each tensor that is written once."""
@@ -133,6 +148,7 @@ def run_conversion(
     *,
     max_shard_size: int | None = None,
     verify: bool = True,
+    contract: str | None = None,
     progress: Progress | None = None,
     verified: Progress | None = None,
 ) -> Weights:
@@ -143,6 +159,8 @@ def run_conversion(
         out_dir: folder to write; not the source. A checkpoint of the same form is replaced.
         max_shard_size: bytes a file may have; None: the source's division into files, or 5 GB.
         verify: read the written tensors back and compare every bit with the source.
+        contract: what the new folder states of its weights, as JSON; None: what the source does,
+            unless they are rounded.
         progress, verified: called with the number of bytes after each tensor that is written, and
             after each that is compared.
 
@@ -156,6 +174,9 @@ def run_conversion(
     if Path(out_dir).resolve() == source.path.resolve():
         raise CheckpointError(f"{out_dir} is the source itself: give another folder")
     files = config_file(source.small_files, plan.dtype)
+    contract = contract or _carried_contract(plan)
+    if contract is not None:
+        files[CONTRACT] = contract
 
     def check(folder: Path) -> None:
         _check_written(plan, open_weights(folder), out_dir, verify, verified or (lambda _: None))
@@ -187,6 +208,11 @@ def run_conversion(
             check=check,
         )
     return open_weights(out_dir)
+
+
+def _carried_contract(plan: Plan) -> str | None:
+    file = plan.source.path / CONTRACT
+    return file.read_text() if plan.exact and file.is_file() else None
 
 
 def _check_written(

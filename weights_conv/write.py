@@ -21,7 +21,13 @@ from torch import Tensor
 
 from isomodels.errors import CheckpointError
 from isomodels.weights_conv.bits import HeldTensors, LazyTensors
-from isomodels.weights_conv.files import INDEX, TensorFiles, read_tensors, replaced_name
+from isomodels.weights_conv.files import (
+    CONTRACT,
+    INDEX,
+    TensorFiles,
+    read_tensors,
+    replaced_name,
+)
 from isomodels.weights_conv.shards import Progress, plan_shards, write_shards
 
 Check = Callable[[Path], None]
@@ -179,7 +185,7 @@ def copy_small_files(source: Path | None, folder: Path, files: Mapping[str, str]
     """
     for entry in source.iterdir() if source is not None else ():
         hidden = entry.name.startswith(".")
-        weights = entry.name.endswith(_WEIGHTS) or entry.name in _DISTRIBUTED
+        weights = entry.name.endswith(_WEIGHTS) or entry.name in (*_DISTRIBUTED, CONTRACT)
         if entry.is_file() and not hidden and not weights:
             shutil.copyfile(entry, folder / entry.name)
     for name, text in files.items():
@@ -190,7 +196,7 @@ def _keep_extras(old: Path, new: Path) -> None:
     """Links what a user put beside the old weights into the new folder."""
     for entry in old.iterdir():
         target = new / entry.name
-        weights = (".safetensors", ".safetensors.index.json", ".distcp")
+        weights = (".safetensors", ".safetensors.index.json", ".distcp", CONTRACT)
         if target.exists() or entry.name.endswith(weights):
             continue
         if entry.is_dir() and not entry.is_symlink():

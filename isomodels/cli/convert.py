@@ -65,6 +65,7 @@ def convert(
 
     Reads Hugging Face folders (experts apart or fused, float8 with block scales) and Megatron
     dist_checkpointing folders of any parallel layout, of isomodels' models or of Megatron's own.
+    A contract in the source goes along; one that is not its config's is refused.
     The destination appears only when it is whole and checked; a checkpoint that is there is
     replaced then. Exit code: 0 written; 2 bad input.
 
@@ -73,6 +74,7 @@ def convert(
     from isomodels.cli.inspect import describe
     from isomodels.cli.progress import byte_bar
     from isomodels.config import DTYPES
+    from isomodels.contract.stored import carried
     from isomodels.conversion import plan_conversion, run_conversion
     from isomodels.stored_weights import open_weights
 
@@ -85,6 +87,7 @@ def convert(
         dtype=DTYPES[dtype] if dtype is not None else None,
         experts=experts.value if experts is not None else None,
     )
+    contract = carried(plan.source.path, *plan.written_config(), exact=plan.exact)
     if dry_run:
         _print_plan(plan, json)
         return
@@ -95,6 +98,7 @@ def convert(
             destination,
             max_shard_size=size,
             verify=verify,
+            contract=contract.to_json(),
             progress=progress,
             verified=progress,
         )

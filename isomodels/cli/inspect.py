@@ -58,9 +58,11 @@ def inspect(
 
 def describe(weights: "Weights") -> dict[str, Any]:
     """The facts about a sound checkpoint, ready for JSON; sizes in bytes."""
+    from isomodels.contract.stored import read_stored
     from isomodels.weights_conv.bits import dtype_name
     from isomodels.weights_conv.rules import Carried
 
+    contract = read_stored(weights.path)
     config, tensors = weights.config, weights.tensors.meta()
     carried = {s.name for r in weights.rules if isinstance(r, Carried) for s in r.sources}
     dtypes: dict[str, int] = {}
@@ -87,6 +89,7 @@ def describe(weights: "Weights") -> dict[str, Any]:
         "unknown": [],
         "memory": _memory(weights),
         "iteration": _iteration(weights),
+        "contract": contract.stated if contract is not None else {},
     }
 
 
@@ -167,6 +170,8 @@ def _print_facts(facts: dict[str, Any]) -> None:
     table.add_row("files", f"{facts['tensors']} tensors in {facts['files']} file(s)")
     if facts["iteration"] is not None:
         table.add_row("iteration", str(facts["iteration"]))
+    for section, digest in facts["contract"].items():
+        table.add_row(f"contract, {section}", f"{digest[:16]}…")
     table.add_row("missing", "nothing")
     table.add_row("unknown", "nothing")
     memory = Table(title="bytes on one GPU, without activations and caches", title_justify="left")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from isomodels import __version__
 from isomodels.config import read_config
@@ -71,15 +72,9 @@ def contract_for(
     core = load_object(spec.model)(config, dtype=dtype, device=torch.device("meta"))
     where = _device_facts(torch.device(device), capability)
     forms = operations_of(core, torch.device(device).type)
-    fields = config.model_dump(mode="json")
     parameters = named_tensors(core)
     return Contract(
-        semantic={
-            "architecture": spec.architecture,
-            "family": spec.family,
-            "config": {k: v for k, v in fields.items() if k not in _POLICY_FIELDS},
-            "parameters": {name: list(p.shape) for name, p in parameters.items()},
-        },
+        semantic=_semantic(spec, config, parameters),
         numerical_policy={
             "dtype": _name(dtype),
             "pinned": {n: _name(p.dtype) for n, p in parameters.items() if p.dtype != dtype},
@@ -99,6 +94,27 @@ def contract_for(
             "host": dict(host or {}),
         },
     )
+
+
+def semantic_of(spec: ArchSpec, config: Any) -> dict[str, Any]:
+    """The semantic section alone, which no device moves.
+
+    Args:
+        spec, config: as `read_config` gives them.
+    """
+    meta = torch.device("meta")
+    core = load_object(spec.model)(config, dtype=config.torch_dtype, device=meta)
+    return _semantic(spec, config, named_tensors(core))
+
+
+def _semantic(spec: ArchSpec, config: Any, parameters: Mapping[str, Tensor]) -> dict[str, Any]:
+    fields = config.model_dump(mode="json")
+    return {
+        "architecture": spec.architecture,
+        "family": spec.family,
+        "config": {k: v for k, v in fields.items() if k not in _POLICY_FIELDS},
+        "parameters": {name: list(p.shape) for name, p in parameters.items()},
+    }
 
 
 def _name(dtype: torch.dtype) -> str:

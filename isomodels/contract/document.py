@@ -39,6 +39,11 @@ class Contract:
             for name in SECTIONS
         }
 
+    @property
+    def stated(self) -> dict[str, str]:
+        """The digests of the sections that are not empty."""
+        return {name: digest for name, digest in self.digests.items() if getattr(self, name)}
+
     def to_dict(self) -> dict[str, Any]:
         """The document, ready for JSON."""
         sections = {name: canonical(getattr(self, name)) for name in SECTIONS}

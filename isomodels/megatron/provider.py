@@ -13,6 +13,7 @@ from torch import nn
 from isomodels.checkpoint import load_into, open_checkpoint
 from isomodels.config import read_config
 from isomodels.contract.operations import operators_of
+from isomodels.contract.stored import require_stored
 from isomodels.errors import ConfigError, UnsupportedError
 from isomodels.layers.parallel import ALONE, Layout, check_layout
 from isomodels.megatron.layout import check_degrees, layout_of
@@ -273,7 +274,8 @@ def model_provider(
         The provider raises ConfigError or UnsupportedError for a `config` that describes another
         model or asks for what is not implemented, UnsupportedError on a device where the kernels
         do not pass their checks, and CheckpointError for a `params_dtype` that the checkpoint does
-        not have, without `cast`.
+        not have, without `cast`; ContractError for weights that a training wrote under another
+        contract.
 
     Raises:
         ConfigError: for a config.json that cannot be read, or with a field that is missing,
@@ -310,6 +312,8 @@ def model_provider(
             )
         core = build_core(spec, hf_config, config.params_dtype, layout)
         if load_weights:
+            dtype, device = config.params_dtype, next(core.parameters()).device
+            require_stored(checkpoint, spec, hf_config, device, dtype=dtype, cast=cast)
             load_into(core, checkpoint, cast=cast)
         return IsoLanguageModel(config, core, pg_collection, vp_stage=vp_stage)
 

@@ -15,7 +15,6 @@ optimizer then cannot be resumed, for four reasons:
 Checked on megatron-core 0.16.1, 0.17.1, 0.18.2 and 0.19.2 with torch 2.13.0+cpu.
 """
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from isomodels.errors import CheckpointError, HostError, UnsupportedError
+from isomodels.errors import CheckpointError, HostError, IsoError, UnsupportedError
+from isomodels.weights_conv.files import CONTRACT
+from isomodels.weights_conv.write import place
 
 # fully_sharded_model_space, Megatron's default, raises on save. Names without the number of an
 # optimizer among several: other layouts have others.
@@ -35,29 +36,64 @@ _OPTIMIZER_FORMAT = {
 }
 
 
-def save(path: str | Path, models: Sequence[Any], optimizer: Any, steps: int) -> None:
-    """Saves a training into a folder, made if absent; every rank calls it.
+def save(
+    path: str | Path,
+    models: Sequence[Any],
+    optimizer: Any,
+    steps: int,
+    contract: str | None = None,
+) -> None:
+    """Saves a training into a folder, which takes its place when it is whole; every rank calls it.
 
     Args:
-        path: the folder.
+        path: the folder; a save that is there is replaced. All ranks see the same file system.
         models: the `IsoLanguageModel`s of this rank, without their wrappers.
         optimizer: what `get_megatron_optimizer` returned.
         steps: number of steps done.
+        contract: what the folder states of its weights, as JSON.
 
     Raises:
-        CheckpointError: if the folder cannot be written.
+        CheckpointError: if the folder cannot be written, or holds something else than a save. A
+            save that was there is still there.
         UnsupportedError: for a bfloat16 model with float32 parameters without the distributed
             optimizer.
         HostError: in a script whose work is not under `if __name__ == "__main__"`: Megatron
             starts a helper process, which imports the script again.
     """
+    state = _sharded_state(models, optimizer, steps, is_loading=False)
+    places: list[Any] = [None]
+
+    def fill(folder: Path) -> None:
+        places[0] = folder
+        dist.broadcast_object_list(places)
+        _write(folder, path, state)
+        if contract is not None:
+            (folder / CONTRACT).write_text(contract)
+
+    outcome: list[Any] = [None]
+    try:
+        if dist.get_rank() == 0:
+            place(path, fill, distributed=True)
+        else:
+            dist.broadcast_object_list(places)
+            if places[0] is not None:
+                _write(places[0], path, state)
+    except IsoError as error:
+        outcome[0] = error
+        raise
+    finally:  # whatever becomes of one rank, none waits for it
+        if dist.get_rank() == 0 and places[0] is None:
+            dist.broadcast_object_list(places)
+        dist.broadcast_object_list(outcome)
+    if outcome[0] is not None:
+        raise outcome[0]
+
+
+def _write(folder: Path, path: str | Path, state: dict[str, Any]) -> None:
     from megatron.core import dist_checkpointing
 
-    _make_writable(Path(path))
-    dist.barrier()
-    state = _sharded_state(models, optimizer, steps, is_loading=False)
     try:
-        dist_checkpointing.save(state, str(path))
+        dist_checkpointing.save(state, str(folder))
     except EOFError as error:
         raise HostError(
             "Megatron's helper process could not start: put the work of the script under "
@@ -65,17 +101,6 @@ def save(path: str | Path, models: Sequence[Any], optimizer: Any, steps: int) ->
         ) from error
     except (OSError, CheckpointException) as error:
         raise CheckpointError(f"cannot write {path}: {_reason(error)}") from error
-
-
-def _make_writable(path: Path) -> None:
-    if path.exists() and not path.is_dir():
-        raise CheckpointError(f"{path} is a file: give a folder to save to")
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CheckpointError(f"cannot write {path}: {error.strerror}") from error
-    if not os.access(path, os.W_OK | os.X_OK):
-        raise CheckpointError(f"cannot write {path}: give a folder that you may write to")
 
 
 def load(path: str | Path, models: Sequence[Any], optimizer: Any) -> int:

@@ -15,8 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from isomodels.checkpoint import save_checkpoint
+from isomodels.config import read_config
+from isomodels.contract import Contract, contract_for
+from isomodels.contract.stored import require_stored
 from isomodels.errors import HostError
-from isomodels.megatron import resume
+from isomodels.megatron import check_megatron, resume
 from isomodels.megatron.build import build_models, build_optimizer, wrap_models
 from isomodels.megatron.layout import Degrees
 from isomodels.megatron.process import start_process, stop_process
@@ -69,6 +72,7 @@ class Trainer(Scoring):
         UnsupportedError: for an architecture or a dtype that isomodels does not have.
         CheckpointError: for damaged files, tensors that do not fit the config, or another dtype
             than `dtype` without `cast`.
+        ContractError: for weights that a training wrote under a contract of other bits.
     """
 
     def __init__(
@@ -159,6 +163,18 @@ class Trainer(Scoring):
 
     # Checkpoints
 
+    def contract(self) -> Contract:
+        """What decides the bits of this trainer."""
+        spec, config = read_config(self.checkpoint)
+        host = {
+            "name": "megatron-core",
+            "version": check_megatron(),
+            "tensor_parallel": self.layout.tp,
+            "expert_parallel": self.layout.ep,
+        }
+        device, dtype = next(self.core.parameters()).device, self.config.params_dtype
+        return contract_for(spec, config, device, dtype=dtype, host=host)
+
     def weights(self) -> dict[str, Tensor] | None:
         """The whole model's tensors by their names in the module; None but on the first rank.
 
@@ -181,24 +197,30 @@ class Trainer(Scoring):
                 one.start_param_sync(force_sync=True)
         whole = gather_model(self.models)
         if whole is not None:
-            save_checkpoint(whole, path, like=self.checkpoint)
+            contract = self.contract().to_json()
+            save_checkpoint(whole, path, like=self.checkpoint, contract=contract)
         dist.barrier()
 
     def save(self, path: str | Path) -> None:
-        """Saves model and optimizer with `dist_checkpointing`; see `resume.save`.
+        """Saves model, optimizer and contract with `dist_checkpointing`; see `resume.save`.
 
         Raises:
             CheckpointError: if the folder cannot be written.
             HostError: if Megatron's helper process cannot start.
         """
-        resume.save(path, self.models, self.optimizer, self.steps)
+        contract = self.contract().to_json()
+        resume.save(path, self.models, self.optimizer, self.steps, contract)
 
     def load(self, path: str | Path) -> None:
         """Loads what `save` saved; training goes on bit for bit as if never interrupted.
 
         Raises:
             CheckpointError: if the folder holds no such training, or another model's.
+            ContractError: if it was saved under a contract that gives other bits.
         """
+        spec, config = read_config(self.checkpoint)
+        device, dtype = next(self.core.parameters()).device, self.config.params_dtype
+        require_stored(path, spec, config, device, dtype=dtype)
         self.steps = resume.load(path, self.models, self.optimizer)
 
     def close(self) -> None:

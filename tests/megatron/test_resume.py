@@ -11,17 +11,21 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 from safetensors.torch import load_file
 
-from isomodels.errors import CheckpointError
+from isomodels.contract import Contract
+from isomodels.contract.stored import read_stored
+from isomodels.errors import CheckpointError, ContractError
 from isomodels.megatron import Trainer, resume
+from isomodels.weights_conv.files import CONTRACT
 from tests.megatron.conftest import DTYPES
 from tests.megatron.test_training import BATCH, assert_same, weights
 
 CASES = [("qwen3_tied", "fp32"), ("qwen3", "bf16"), ("mimo", "bf16"), ("qwen3_moe", "bf16")]
 
 
-def open_trainer(path: Path, dtype: str, distributed: bool) -> Trainer:
+def open_trainer(path: Path, dtype: str, distributed: bool, *, cast: bool = False) -> Trainer:
     return Trainer(
         path,
+        cast=cast,
         dtype=DTYPES[dtype],
         distributed_optimizer=distributed,
         weight_decay=0.1,
@@ -100,20 +104,80 @@ def test_hugging_face_checkpoint_of_trained_weights(checkpoint, tmp_path, sequen
             assert torch.equal(left, right)
 
 
-def test_folders_that_cannot_be_saved_to(checkpoint, tmp_path, monkeypatch):
+def test_folders_that_cannot_be_saved_to(checkpoint, tmp_path):
     (tmp_path / "file").touch()
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "thesis.tex").touch()
     with open_trainer(checkpoint("qwen3", "fp32"), "fp32", True) as trainer:
         for place, message in (
             (tmp_path / "file", "is a file: give a folder"),
-            (tmp_path / "file" / "below", "cannot write .*: Not a directory"),
+            (tmp_path / "file" / "below", "cannot write .*: (Not a directory|File exists)"),
+            (tmp_path / "home", "exists and is no checkpoint"),
             ("/proc/saved", "cannot write /proc/saved: No such file"),
         ):
             with pytest.raises(CheckpointError, match=message) as error:
                 trainer.save(place)
             assert "\n" not in str(error.value)
-        monkeypatch.setattr(resume.os, "access", lambda *_: False)  # root may write everywhere
-        with pytest.raises(CheckpointError, match="a folder that you may write to"):
-            trainer.save(tmp_path / "saved")
+    assert {entry.name for entry in tmp_path.iterdir()} == {"file", "home"}
+
+
+def test_a_save_that_fails_leaves_the_old_one(checkpoint, tmp_path, monkeypatch):
+    """Megatron writes into its place as it goes: what it left would be half old and half new."""
+    path = checkpoint("qwen3", "bf16")
+    with open_trainer(path, "bf16", True) as trainer:
+        train(trainer, 1)
+        trainer.save(tmp_path / "saved")
+        expected = train(trainer, 1)
+        before = {file.name: file.read_bytes() for file in (tmp_path / "saved").iterdir()}
+
+        def full(folder, path, state):
+            (folder / "__0_0.distcp").write_bytes(b"half")
+            raise CheckpointError(f"cannot write {path}: No space left on device")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(resume, "_write", full)
+            with pytest.raises(CheckpointError, match=r"saved: No space left on device$"):
+                trainer.save(tmp_path / "saved")
+        after = {file.name: file.read_bytes() for file in (tmp_path / "saved").iterdir()}
+        assert after == before
+        trainer.load(tmp_path / "saved")
+        assert train(trainer, 1) == expected
+        trainer.save(tmp_path / "saved")  # replaces it
+    assert [entry.name for entry in tmp_path.iterdir()] == ["saved"]
+
+
+def test_a_save_of_other_bits_is_refused(checkpoint, tmp_path):
+    """Under another version of an operation, and in another dtype: the first difference is told."""
+    with open_trainer(checkpoint("qwen3", "bf16"), "bf16", True) as trainer:
+        trainer.save(tmp_path / "saved")
+        assert read_stored(tmp_path / "saved").digests == trainer.contract().digests
+        document = trainer.contract().to_dict()
+        document["numerical_policy"]["schedules"]["linear"]["version"] = 99
+        other = Contract(document["semantic"], document["numerical_policy"], {})
+        (tmp_path / "saved" / CONTRACT).write_text(other.to_json())
+        with pytest.raises(ContractError, match=r"schedules\.linear\.version: 99 against") as error:
+            trainer.load(tmp_path / "saved")
+        assert f"remove {CONTRACT} from the folder" in str(error.value)
+    with (
+        open_trainer(checkpoint("qwen3", "fp32"), "fp32", True) as trainer,
+        pytest.raises(
+            ContractError, match=r'numerical_policy\.dtype: "bfloat16" against "float32"'
+        ),
+    ):
+        trainer.load(tmp_path / "saved")
+
+
+def test_weights_of_a_training_state_its_contract(checkpoint, tmp_path):
+    with open_trainer(checkpoint("qwen3", "fp32"), "fp32", True) as trainer:
+        trainer.save_hf(tmp_path / "saved")
+        expected = trainer.contract()
+    assert read_stored(tmp_path / "saved").digests == expected.digests
+    other = dict(expected.numerical_policy) | {"device": {"backend": "triton"}}
+    (tmp_path / "saved" / CONTRACT).write_text(Contract(expected.semantic, other, {}).to_json())
+    with pytest.raises(ContractError, match=r'device\.backend: "triton" against "torch"'):
+        open_trainer(tmp_path / "saved", "fp32", True)
+    with open_trainer(tmp_path / "saved", "bf16", True, cast=True):
+        pass  # rounded weights have other bits anyhow
 
 
 def test_folders_that_cannot_be_loaded(checkpoint, tmp_path):
@@ -128,12 +192,13 @@ def test_folders_that_cannot_be_loaded(checkpoint, tmp_path):
             ("/nothing", "Checkpoint directory /nothing does not exist"),
             (tmp_path / "empty", "is not a distributed checkpoint"),
             (tmp_path / "damaged", ""),
-            (tmp_path / "other", ""),
         ):
             with pytest.raises(CheckpointError, match=f"cannot load {place}: .*{message}") as error:
                 trainer.load(place)
             assert str(error.value).endswith("; give a folder that Trainer.save wrote")
             assert "\n" not in str(error.value)
+        with pytest.raises(ContractError, match=r'architecture: "MiMo\w+" against "Qwen3\w+"'):
+            trainer.load(tmp_path / "other")
 
 
 def test_save_in_a_script_without_a_main_guard_says_so(checkpoint, tmp_path):

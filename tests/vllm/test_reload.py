@@ -7,8 +7,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from isomodels.contract import Contract, contract_of
 from isomodels.errors import CheckpointError, IsoError
 from isomodels.vllm import Engine, Request
+from isomodels.weights_conv.files import CONTRACT
 from tests.checkpoints import make_mimo
 from tests.vllm.support import assert_equal_bits, draw, load_core
 
@@ -92,7 +94,9 @@ def _scored(core, sequence):
     return [rows[:-1].gather(1, torch.tensor(sequence[1:])[:, None])[:, 0].tolist()]
 
 
-@pytest.mark.parametrize("damage", ["absent", "other config", "truncated", "dtype", "missing"])
+@pytest.mark.parametrize(
+    "damage", ["absent", "other config", "truncated", "dtype", "missing", "bits"]
+)
 @pytest.mark.parametrize("door", ["isomodels", "collective_rpc"])
 def test_refused_reload_keeps_the_old_weights(engine, checkpoints, cores, tmp_path, damage, door):
     path = _damaged(checkpoints[1], tmp_path / "damaged", damage)
@@ -116,6 +120,12 @@ def _damaged(source, path, damage):
     if damage == "other config":
         return make_mimo(path, torch.bfloat16, **{**SIZES, "rope_theta": 10000})
     shutil.copytree(source, path)
+    if damage == "bits":  # a training's folder, under another version of an operation
+        made = contract_of(path).to_dict()
+        made["numerical_policy"]["schedules"]["linear"]["version"] = 99
+        other = Contract(made["semantic"], made["numerical_policy"], made["deployment"])
+        (path / CONTRACT).write_text(other.to_json())
+        return path
     file = path / "model.safetensors"
     if damage == "truncated":
         file.write_bytes(file.read_bytes()[:-64])
