@@ -12,6 +12,7 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from isomodels.batch import Batch
 from isomodels.contract import Contract, contract_for
 from isomodels.contract.operations import operators_of
+from isomodels.contract.stored import require_stored
 from isomodels.errors import CheckpointError
 from isomodels.layers.parallel import Layout, named_tensors
 from isomodels.registry import load_object
@@ -50,7 +51,7 @@ class IsoModelsForCausalLM(nn.Module):
         if not self.normalize:
             # The V2 model runner asks a model for its state, which owns the sampler.
             self.get_model_state_cls = self.normalizing_state
-        device = torch.device(vllm_config.device_config.device)
+        self.device = device = torch.device(vllm_config.device_config.device)
         # Here, in the worker, which has the device; the front end must not start CUDA.
         dtype = model_config.dtype
         require_validated(
@@ -161,6 +162,7 @@ class IsoModelsForCausalLM(nn.Module):
         Raises:
             CheckpointError: a missing, left-over, misshapen or mistyped tensor, or (on a reload)
                 a checkpoint of another config. The old weights then stay in place.
+            ContractError: a folder that a training wrote under another contract; as above.
         """
         try:
             _, config = read_checkpoint_config(self.model_config)
@@ -169,7 +171,9 @@ class IsoModelsForCausalLM(nn.Module):
                     f"{self.model_config.model}: config.json differs from the one the engine "
                     "started with: start a new engine for another model"
                 )
-            tensors = convert(self.spec, config, weights, self.model_config.dtype)
+            dtype = self.model_config.dtype
+            require_stored(self.model_config.model, self.spec, config, self.device, dtype=dtype)
+            tensors = convert(self.spec, config, weights, dtype)
         except Exception:
             restore_after_failed_reload(self, self.model_config)
             self.model_config.model = self.loaded_from
