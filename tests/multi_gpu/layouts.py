@@ -24,7 +24,15 @@ from isomodels.parity.cases import sequence
 from isomodels.parity.checkpoints import random_checkpoint, tiny_config
 from isomodels.parity.ranks import Ranks
 from isomodels.parity.remote import Remote
-from isomodels.parity.workload import PromptSource, Round, Workload, rounds, with_states
+from isomodels.parity.workload import (
+    BLOCK_SIZE,
+    PromptSource,
+    Round,
+    Workload,
+    page_of,
+    rounds,
+    with_states,
+)
 from isomodels.validate import require_validated
 from isomodels.vllm.results import Result
 
@@ -45,6 +53,7 @@ _WORKLOAD = Workload(
     emptying_tokens=32,
     microbatch=1024,
 )
+# a page is then as large as a recurrent state
 _OF_STATES = replace(
     _WORKLOAD, max_model_len=2048, max_num_batched_tokens=2048, prefixes=((160, 5), (1200, 2))
 )
@@ -156,7 +165,9 @@ def run(
         say("kernels proved")
     workload = _WORKLOAD
     if spec.family == "hybrid":
-        workload = replace(with_states(_OF_STATES, config, device), crossing=0)
+        large = page_of(config, device)[0] > BLOCK_SIZE
+        workload = with_states(_OF_STATES if large else _WORKLOAD, config, device)
+        workload = replace(workload, crossing=0)
     source = PromptSource(path, config.vocab_size, SEED)
     # the rounds of a GPU; without the crowd, which preempts
     asked = [one for one in rounds(source, "cuda", workload) if one.requests]
