@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from isomodels.errors import HostError
 
 if TYPE_CHECKING:
+    from isomodels.megatron.grad_norm import count_rows_once
     from isomodels.megatron.head import token_logprobs_processor
     from isomodels.megatron.model import IsoLanguageModel
     from isomodels.megatron.provider import model_provider, transformer_config
@@ -23,6 +24,7 @@ CHECKED_VERSIONS = ("0.16.1", "0.17.1", "0.18.2", "0.19.2")
 _HOMES = {
     "IsoLanguageModel": "isomodels.megatron.model",
     "Trainer": "isomodels.megatron.trainer",
+    "count_rows_once": "isomodels.megatron.grad_norm",
     "model_provider": "isomodels.megatron.provider",
     "repair_torch_adam_resume": "isomodels.megatron.resume",
     "token_logprobs_processor": "isomodels.megatron.head",
@@ -33,6 +35,7 @@ __all__ = [
     "CHECKED_VERSIONS",
     "IsoLanguageModel",
     "Trainer",
+    "count_rows_once",
     "model_provider",
     "repair_torch_adam_resume",
     "token_logprobs_processor",

@@ -8,7 +8,9 @@ import torch
 
 from isomodels.config import read_config
 from isomodels.megatron import resume
+from isomodels.megatron.grad_norm import count_rows_once
 from isomodels.megatron.layout import Degrees
+from isomodels.megatron.stages import unwrap
 
 if TYPE_CHECKING:
     from isomodels.megatron.model import IsoLanguageModel
@@ -122,5 +124,6 @@ def build_optimizer(
         wrapped,
     )
     resume.repair_torch_adam_resume(optimizer)
+    count_rows_once(optimizer, [unwrap(one) for one in wrapped])
     config.grad_scale_func = optimizer.scale_loss
     return optimizer

@@ -195,8 +195,7 @@ def mark_parameters(core: nn.Module, layout: Layout) -> None:
 
     parts = shards(core)
     for name, parameter in core.named_parameters():
-        # Experts have gradients of other tokens on every tensor parallel rank. (The distributed
-        # optimizer keeps each once; the plain one counts copies of an expert in the norm.)
+        # Experts have gradients of other tokens on every tensor parallel rank.
         if layout.tensor.size > 1 and ".experts." in name:
             set_tensor_model_parallel_attributes(parameter, True, 0, 1)
         elif layout.tensor.size > 1 and name in parts:

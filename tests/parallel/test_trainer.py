@@ -99,31 +99,51 @@ def test_ranks_send_each_bit_of_the_model_once(trainers, tiny, model, layout):
 
 
 STEPS = [
-    *[("qwen3", layout) for layout in ("tp2", "tp2,sp", "pp2", "pp2,vpp2")],
-    *[("qwen3_moe", layout) for layout in ("tp2", "tp2,sp,ep2", "dp2,ep2")],
+    *[("qwen3", layout, {}) for layout in ("tp2", "tp2,sp", "pp2", "pp2,vpp2")],
+    *[("qwen3_moe", layout, {}) for layout in ("tp2", "tp2,sp,ep2", "dp2,ep2")],
+    # in the norm, each of these once: key heads that ranks share, latents and experts that all have
+    ("mimo", "tp4,dp2", {}),
+    ("mimo", "tp8", {}),
+    ("glm", "tp2,sp", {}),
+    ("mimo", "tp4", {"distributed_optimizer": False}),
+    ("qwen3_moe", "tp2", {"distributed_optimizer": False}),
+    ("qwen3_moe", "tp2,dp2,ep2", {"distributed_optimizer": False}),
+    ("qwen3", "tp2,pp2", {"distributed_optimizer": False}),
+    ("qwen3_5", "tp2,sp", {}),
 ]
 
 
-@pytest.mark.parametrize(("model", "layout"), STEPS)
+@pytest.mark.parametrize(("model", "layout", "how"), STEPS)
 def test_steps_in_a_layout_are_those_of_one_process(
-    trainers, tiny, tmp_path, sequences, model, layout
+    trainers, tiny, tmp_path, sequences, model, layout, how
 ):
     """Two optimizer steps in fp32 agree to rounding; all ranks end with the same bits."""
     architecture, fields = MODELS[model]
     path = tiny(architecture, "float32", **fields)
     long_enough = [s for s in sequences if len(s) > 1]
-    how = ("float32", layout, long_enough)
-    expected = trainers(1).call("train", str(path), "float32", "tp1", long_enough, str(tmp_path))
+    out = str(tmp_path / "many")
+    expected = trained_alone(trainers, path, long_enough, str(tmp_path))
     ranks = trainers(Degrees.parse(layout).ranks)
-    ranks.submit("train", str(path), *how, str(tmp_path / "many"))
+    ranks.submit("train", str(path), "float32", layout, long_enough, out, **how)
     first, *others = ranks.results()
     for name in ("losses", "norms"):
         assert first[name] == pytest.approx(expected[name], rel=2e-6)
     for other in others:
         assert_all_same_bits(other["score"], first["score"])
     # the exported weights are those that the ranks trained
-    written = trainers(1).call("bits", str(tmp_path / "many"), "float32", "tp1", long_enough)
+    written = trainers(1).call("bits", out, "float32", "tp1", long_enough)
     assert_all_same_bits(written["score"], first["score"])
+
+
+TRAINED: dict[Path, dict[str, Any]] = {}
+
+
+def trained_alone(
+    trainers: Callable[[int], Ranks], path: Path, sequences: list[list[int]], out: str
+) -> dict[str, Any]:
+    if path not in TRAINED:
+        TRAINED[path] = trainers(1).call("train", str(path), "float32", "tp1", sequences, out)
+    return TRAINED[path]
 
 
 @pytest.mark.parametrize(
