@@ -1,0 +1,131 @@
+"""Whole runs of the GRPO example, with the real engine."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.examples.conftest import SCRIPT
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+SMALL = ["--prompts", "4", "--group", "8", "--device", "cpu"]
+ENVIRONMENT = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"}
+# Runs the example with one schedule constant of the trainer's process changed.
+CHANGED = """
+import runpy, sys
+from dataclasses import replace
+import isomodels.kernels.attention
+from isomodels.kernels.schedule import SCHEDULES
+sys.argv = sys.argv[1:]
+if __name__ == "__main__":
+    old = SCHEDULES["attention", "torch"]
+    name = next(name for name, value in old.constants.items() if isinstance(value, int))
+    constants = {**old.constants, name: old.constants[name] + 1}
+    SCHEDULES["attention", "torch"] = replace(old, constants=constants)
+    runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.fixture(scope="module")
+def base(grpo, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that is right now and then."""
+    return grpo.make_base(tmp_path_factory.mktemp("base"), "bfloat16", 60)
+
+
+def command(base: Path, out: Path, *arguments: str) -> list[str]:
+    return [sys.executable, str(SCRIPT), str(out), "--checkpoint", str(base), *SMALL, *arguments]
+
+
+def run(base: Path, out: Path, *arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        command(base, out, *arguments),
+        capture_output=True,
+        text=True,
+        timeout=900,
+        env=ENVIRONMENT,
+        check=False,
+    )
+
+
+def lines(out: Path) -> list[dict]:
+    log = out / "log.jsonl"
+    read = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    return [{k: v for k, v in line.items() if k != "seconds"} for line in read]
+
+
+@pytest.fixture(scope="module")
+def whole(base: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    """The log of an uninterrupted run that learns."""
+    out = tmp_path_factory.mktemp("whole")
+    done = run(base, out, "--steps", "5")
+    assert done.returncode == 0, done.stderr[-3000:]
+    log = lines(out)
+    assert [line["differ"] for line in log] == [0] * 5
+    assert sum(line["grad_norm"] > 0 for line in log) >= 3
+    return log
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_killed_run_goes_on_with_the_bits_of_the_whole_one(
+    base: Path, whole: list[dict], tmp_path: Path, seed: int
+):
+    source = random.Random(seed)
+    steps, moment = source.randint(1, 3), source.uniform(0.0, 1.0)
+    with subprocess.Popen(
+        command(base, tmp_path, "--steps", "5"),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=ENVIRONMENT,
+        start_new_session=True,
+    ) as process:
+        deadline = time.monotonic() + 600
+        while len(lines(tmp_path)) < steps:
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        time.sleep(moment)  # at any moment of the step that follows
+        os.killpg(process.pid, signal.SIGKILL)
+    assert len(lines(tmp_path)) < 5
+    rest = run(base, tmp_path, "--steps", "5", "--resume")
+    assert rest.returncode == 0, rest.stderr[-3000:]
+    assert lines(tmp_path) == whole
+
+
+def test_one_step_behind(base: Path, tmp_path: Path):
+    done = run(base, tmp_path, "--steps", "4", "--behind", "1")
+    assert done.returncode == 0, done.stderr[-3000:]  # every recomputed ratio was 1
+    log = lines(tmp_path)
+    assert [line["weights"] for line in log] == ["step 0", "step 0", "step 1"]
+    assert log[0]["differ"] == 0
+    assert all(line["mean_difference"] > 0 for line in log[1:])
+
+
+def test_another_engine_is_seen_at_the_first_step(base: Path, tmp_path: Path):
+    stock = run(base, tmp_path, "--steps", "2", "--engine", "vllm")
+    assert stock.returncode != 0
+    assert "RatioError: step 0:" in stock.stderr
+
+
+def test_another_schedule_of_the_trainer_stops_before_the_first_sync(base: Path, tmp_path: Path):
+    script = tmp_path / "changed.py"
+    script.write_text(CHANGED)
+    first, *arguments = command(base, tmp_path / "out", "--steps", "1")
+    done = subprocess.run(
+        [first, str(script), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env=ENVIRONMENT,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "trainer and engine differ in numerical_policy" in done.stderr
+    assert "attention" in done.stderr
+    assert not (tmp_path / "out" / "log.jsonl").exists()
