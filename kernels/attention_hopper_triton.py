@@ -95,8 +95,8 @@ def _blocks(position, rows: gl.constexpr, length):
 
 @gluon.jit
 def _fetch(
-    desc, first_token, block, length, column, table, head_row, boxes, stage, bar, wanted,
-    BLOCK_ROWS: gl.constexpr, PAGE: gl.constexpr, PAGED: gl.constexpr,
+    desc, first_token, block, length, column, table, block_rows, head_row, boxes, stage, bar,
+    wanted, PAGE: gl.constexpr, PAGED: gl.constexpr,
 ):  # fmt: skip
     """Send for one block, in boxes that lie in one page each."""
     HEIGHT: gl.constexpr = boxes.shape[1]
@@ -106,7 +106,7 @@ def _fetch(
         row = first_token + key
         if PAGED:
             page = gl.load(table + key // PAGE, mask=wanted & (key < length), other=0)
-            row = page * BLOCK_ROWS + head_row + key % PAGE
+            row = page * block_rows + head_row + key % PAGE
         for half in gl.static_range(2):
             box = boxes.index((stage * 2 + half) * PARTS + part)
             tma.async_copy_global_to_shared(desc, [row, column + half * 64], bar, box, pred=wanted)
@@ -114,10 +114,10 @@ def _fetch(
 
 @gluon.jit
 def _produce(
-    q_desc, k_desc, v_desc, cu_seqlens, seq_lens, block_table, stride_table, head_rows,
+    q_desc, k_desc, v_desc, cu_seqlens, seq_lens, block_table, stride_table, block_rows, head_rows,
     head_columns, num_tiles, num_seqs, num_heads, turns,
     q_s, k_boxes, v_boxes, q_full, q_empty, full, empty,
-    GROUP: gl.constexpr, BLOCK_ROWS: gl.constexpr, PAGE: gl.constexpr, PAGED: gl.constexpr,
+    GROUP: gl.constexpr, PAGE: gl.constexpr, PAGED: gl.constexpr,
 ):  # fmt: skip
     """Send for a tile's queries, then for pairs: keys of one block and values of the block before
     it, which are needed at the same time."""
@@ -152,12 +152,12 @@ def _produce(
                 mbarrier.expect(bar, 2 * BYTES, pred=has_k & has_v)
                 mbarrier.expect(bar, BYTES, pred=has_k != has_v)
                 _fetch(
-                    k_desc, first_token, block, length, column, table, head_row, k_boxes, stage,
-                    bar, has_k, BLOCK_ROWS, PAGE, PAGED,
+                    k_desc, first_token, block, length, column, table, block_rows, head_row,
+                    k_boxes, stage, bar, has_k, PAGE, PAGED,
                 )  # fmt: skip
                 _fetch(
-                    v_desc, first_token, block - 1, length, column, table, head_row, v_boxes, stage,
-                    bar, has_v, BLOCK_ROWS, PAGE, PAGED,
+                    v_desc, first_token, block - 1, length, column, table, block_rows, head_row,
+                    v_boxes, stage, bar, has_v, PAGE, PAGED,
                 )  # fmt: skip
                 pair += 1
 
@@ -235,12 +235,15 @@ def _store(out_ptr, lse_ptr, m, norm, acc, first_token, row, num_rows, head, num
         gl.store(lse_ptr + at, (m + gl.log2(norm)) * _LN2, mask=rows < num_rows)
 
 
-@gluon.jit(do_not_specialize=["num_tiles", "num_seqs", "turns"])
+@gluon.jit(
+    do_not_specialize=[  # none of them decides about a copy's width: they would only compile more
+        "stride_table", "block_rows", "head_rows", "head_columns", "num_tiles", "num_seqs", "turns",
+    ]
+)  # fmt: skip
 def _attention_tiles(
     q_desc, k_desc, v_desc, out_ptr, lse_ptr, parked_ptr, cu_seqlens, seq_lens, block_table,
-    stride_table, head_rows, head_columns, scale_log2, num_tiles, num_seqs, num_heads, turns,
-    GROUP: gl.constexpr, BLOCK_ROWS: gl.constexpr, PAGE: gl.constexpr, PAGED: gl.constexpr,
-    HEIGHT: gl.constexpr,
+    stride_table, block_rows, head_rows, head_columns, scale_log2, num_tiles, num_seqs, num_heads,
+    turns, GROUP: gl.constexpr, PAGE: gl.constexpr, PAGED: gl.constexpr, HEIGHT: gl.constexpr,
 ):  # fmt: skip
     BF16: gl.constexpr = gl.bfloat16
     BOXES: gl.constexpr = STAGES * 2 * (N // HEIGHT)
@@ -277,8 +280,8 @@ def _attention_tiles(
                 num_tiles, num_seqs, num_heads, turns, q_s, k_s, v_s, ones_s, q_full, q_empty,
                 full, empty, PAGED)),
             (_produce, (q_desc, k_desc, v_desc, cu_seqlens, seq_lens, block_table, stride_table,
-                head_rows, head_columns, num_tiles, num_seqs, num_heads, turns, q_s, k_boxes,
-                v_boxes, q_full, q_empty, full, empty, GROUP, BLOCK_ROWS, PAGE, PAGED)),
+                block_rows, head_rows, head_columns, num_tiles, num_seqs, num_heads, turns, q_s,
+                k_boxes, v_boxes, q_full, q_empty, full, empty, GROUP, PAGE, PAGED)),
         ],
         [4, 1],
         [168, 168],
@@ -345,8 +348,8 @@ def packed(
 ) -> None:
     """Fill `out` [T, heads, 128] and `lse` [T, heads] of whole sequences."""
     maps = [_packed_map(x, [64, _BOX]) for x in (k, v)]
-    no_pages = (None, None, 0)
-    _launch(q, maps, k.shape[1], (out, lse), cu_seqlens, no_pages, (0, HEAD_DIM), scale, 0, 0)
+    no_pages = (None, None, 0, 0)
+    _launch(q, maps, k.shape[1], (out, lse), cu_seqlens, no_pages, (0, HEAD_DIM), scale, 0)
 
 
 def paged(
@@ -367,16 +370,15 @@ def paged(
         _map(x, [rows, columns], pitch, block)
         for x in (kv_cache[..., :HEAD_DIM], kv_cache[..., HEAD_DIM:])
     ]
-    pages = (seq_lens, block_table, block_table.stride(0))
+    pages = (seq_lens, block_table, block_table.stride(0), block_rows)
     _launch(
-        q, maps, num_kv_heads, (out, None), cu_seqlens_q, pages, (down, across), scale, block_rows,
-        page,
+        q, maps, num_kv_heads, (out, None), cu_seqlens_q, pages, (down, across), scale, page
     )  # fmt: skip
 
 
 def _launch(
     q: Tensor, maps: list[TensorDescriptor], num_kv_heads: int, results: tuple, cu_seqlens: Tensor,
-    pages: tuple, head_strides: tuple[int, int], scale: float, block_rows: int, page: int,
+    pages: tuple, head_strides: tuple[int, int], scale: float, page: int,
 ) -> None:  # fmt: skip
     num_tokens, num_heads, _ = q.shape
     num_seqs = len(cu_seqlens) - 1
@@ -388,6 +390,6 @@ def _launch(
             _packed_map(q, [64, HEAD_DIM]), *maps, *results, parked, cu_seqlens, *pages,
             *head_strides, scale * LOG2E, num_tiles, num_seqs, num_heads,
             triton.cdiv(num_tiles * num_heads, programs),
-            GROUP=num_heads // num_kv_heads, BLOCK_ROWS=block_rows, PAGE=page, PAGED=page > 0,
+            GROUP=num_heads // num_kv_heads, PAGE=page, PAGED=page > 0,
             HEIGHT=maps[0].block_shape[0], num_warps=NUM_WARPS,
         )  # fmt: skip

@@ -70,7 +70,7 @@ def _sum_part(
         tl.atomic_xchg(counter_ptr + 2 + 2 * row, word, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["parts", "places", "lag"])
+@triton.jit(do_not_specialize=["blocks", "leaf_blocks", "parts", "places", "lag"])
 def _normalize_kernel(
     x_ptr, top_ptr, sum_ptr, out_ptr, counter_ptr, vocab_size, blocks, leaf_blocks, parts, places,
     lag, stride, temperature,

@@ -136,6 +136,7 @@ class Operation:
         name: under `isomodels::`.
         covers: the operators that its checks run, gradients included.
         trainable: whether it has gradients.
+        long: its kernels take longest to compile, so that a battery's threads begin with it.
         checks: by name.
         outputs: results on fixed inputs, for the digest.
     """
@@ -143,6 +144,7 @@ class Operation:
     name: str
     covers: frozenset[str]
     trainable: bool
+    long: bool = False
     checks: dict[str, Check] = field(default_factory=dict)
     outputs: Callable[[Place], Iterable[Tensor]] | None = None
 
@@ -178,9 +180,11 @@ class Operation:
 OPERATIONS: dict[str, Operation] = {}
 
 
-def operation(name: str, *gradient_operators: str, trainable: bool = True) -> Operation:
+def operation(
+    name: str, *gradient_operators: str, trainable: bool = True, long: bool = False
+) -> Operation:
     """Declare an operation whose checks follow one by one."""
-    OPERATIONS[name] = Operation(name, frozenset({name, *gradient_operators}), trainable)
+    OPERATIONS[name] = Operation(name, frozenset({name, *gradient_operators}), trainable, long)
     return OPERATIONS[name]
 
 

@@ -87,8 +87,8 @@ def run_in_processes(
     processes = max(1, min(_PROCESSES, (os.cpu_count() or 1) // 2))
     found: dict[str, Outcome] = {}
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
-        longest_first = sorted(chosen, key=lambda op: len(op.checks), reverse=True)
-        futures = {pool.submit(run_battery, place, [op.name]): op.name for op in longest_first}
+        ordered = sorted(chosen, key=_longest_first)
+        futures = {pool.submit(run_battery, place, [op.name]): op.name for op in ordered}
         for done, future in enumerate(as_completed(futures), 1):
             name = futures[future]
             try:
@@ -147,6 +147,10 @@ def _chosen(place: Place, names: Sequence[str] | None) -> list[Operation]:
     ]
 
 
+def _longest_first(op: Operation) -> tuple[bool, int]:
+    return not op.long, -len(op.checks)
+
+
 def _gaps(place: Place) -> dict[str, Outcome]:
     missing = missing_checks() if place.depth == "full" else []
     return {"battery": Outcome(dict.fromkeys(missing, "missing"))} if missing else {}
@@ -181,7 +185,7 @@ def _in_threads(
 ) -> Iterator[tuple[Operation, str, Ended]]:
     if not jobs:
         return
-    jobs = sorted(jobs, key=lambda job: -len(job[0].checks))  # the longest first
+    jobs = sorted(jobs, key=lambda job: _longest_first(job[0]))
     with (
         ThreadPoolExecutor(threads, "isomodels-compile") as compilers,
         ThreadPoolExecutor(

@@ -35,7 +35,7 @@ def assembled(page: int, folder) -> str:
     kernel = hopper._attention_tiles
     height = page or 64
     box = f"tensordesc<bf16[{height}, 64],{SWIZZLE}>"
-    constants = {"GROUP": 4, "BLOCK_ROWS": page, "PAGE": page, "PAGED": page > 0, "HEIGHT": height}
+    constants = {"GROUP": 4, "PAGE": page, "PAGED": page > 0, "HEIGHT": height}
     absent = ("lse_ptr",) if page else ("seq_lens", "block_table")
     constants |= dict.fromkeys(absent)
     types = {

@@ -19,7 +19,7 @@ from isomodels.validate.inputs import KINDS, numbers, odd_storage
 from isomodels.validate.rows import assert_same_in_a_graph
 from isomodels.validate.sequences import Heads, Sequences
 
-checks = operation("attention", "attention_backward")
+checks = operation("attention", "attention_backward", long=True)
 
 # Around one row, a tile, the KV block of 64, pages, the segment of 2,048, and several.
 _TINY = [1, 0, 67, 5]

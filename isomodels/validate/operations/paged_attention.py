@@ -21,7 +21,7 @@ from isomodels.validate.operations.attention import (
 )
 from isomodels.validate.sequences import ORDERS, Sequences
 
-checks = operation("paged_attention", trainable=False)
+checks = operation("paged_attention", trainable=False, long=True)
 
 
 @checks.check("invariance")
