@@ -1,7 +1,7 @@
 """Saves and resumes a training with `dist_checkpointing`, also under torch's AdamW.
 
 Without Transformer Engine and Apex, megatron-core uses `torch.optim.AdamW`. Its distributed
-optimizer then cannot be resumed, for four reasons:
+optimizer then cannot be resumed, for five reasons:
 
 * `state_dict` needs a step count, which AdamW has only after its first step, so a fresh optimizer
   can neither save nor load;
@@ -9,13 +9,16 @@ optimizer then cannot be resumed, for four reasons:
   models writes into views of leaves that require a gradient;
 * the parameters of a group are numbered in the order of their buffers, and held with those of
   float32 first: in a bfloat16 model with float32 parameters a number names another one;
+* an optimizer without parameters, that of the experts on a stage without any, cannot be saved;
 * the loader gives all parameters one shared `step` tensor, which AdamW then advances once per
   parameter: training goes on, silently, with a wrong bias correction.
 
 Checked on megatron-core 0.16.1, 0.17.1, 0.18.2 and 0.19.2 with torch 2.13.0+cpu.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -165,13 +168,18 @@ def repair_torch_adam_resume(optimizer: Any) -> None:
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
-        inner = getattr(one, "optimizer", None)
-        if isinstance(one, DistributedOptimizer) and isinstance(inner, torch.optim.Adam):
-            _repair(one)
+    chained = getattr(optimizer, "chained_optimizers", [optimizer])
+    repaired = [
+        one
+        for one in chained
+        if isinstance(one, DistributedOptimizer)
+        and isinstance(getattr(one, "optimizer", None), torch.optim.Adam)
+    ]
+    for one in repaired:
+        _repair(one, [other.optimizer for other in repaired])
 
 
-def _repair(optimizer: Any) -> None:
+def _repair(optimizer: Any, chained: Sequence[torch.optim.Optimizer]) -> None:
     halves, wholes = optimizer.model_float16_groups, optimizer.model_fp32_groups
     for group, params in enumerate(zip(wholes, halves, strict=True)):
         for order, param in enumerate([*params[0], *params[1]]):
@@ -183,7 +191,8 @@ def _repair(optimizer: Any) -> None:
 
     def state_dict_of_started(*args: Any, **kwargs: Any) -> Any:
         _start(optimizer.optimizer)
-        return state_dict(*args, **kwargs)
+        with _steps_of_others(optimizer.optimizer, chained):
+            return state_dict(*args, **kwargs)
 
     def load_with_own_steps(*args: Any, **kwargs: Any) -> None:
         _start(optimizer.optimizer)
@@ -201,6 +210,28 @@ def _repair(optimizer: Any) -> None:
     optimizer.state_dict = state_dict_of_started
     optimizer.load_state_dict = load_with_own_steps
     optimizer._set_main_param_and_optimizer_states = set_states_with_step
+
+
+@contextmanager
+def _steps_of_others(
+    adam: torch.optim.Optimizer, chained: Sequence[torch.optim.Optimizer]
+) -> Iterator[None]:
+    """An optimizer without parameters tells the step count of another of this rank.
+
+    That of the experts is one, on a pipeline stage without experts; where that is the first rank,
+    what it tells is what all ranks load.
+    """
+    if adam.state:
+        yield
+        return
+    for other in chained:
+        _start(other)
+    state: Any = adam.state  # a key that is no parameter is kept as it is
+    state["none"] = next(iter(chain.from_iterable(one.state.values() for one in chained)), {})
+    try:
+        yield
+    finally:
+        del state["none"]
 
 
 def _start(adam: torch.optim.Optimizer) -> None:

@@ -77,6 +77,9 @@ class TrainerRank:
         """What another layout saved, loaded and saved again; the number of steps."""
         with self.open(path, dtype, layout) as trainer:
             trainer.load(saved)
+            for one in trainer.optimizer.chained_optimizers:
+                for state in one.optimizer.state.values():
+                    assert int(state["step"]) == trainer.steps  # AdamW corrects its bias by it
             trainer.save(out)
             trainer.save_hf(f"{out}-hf")
             return trainer.steps
