@@ -21,7 +21,8 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from multiprocessing.connection import Listener
+from functools import cached_property
+from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +59,12 @@ class Remote:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # so that its engine ends with it
             )
-        self.listener._listener._socket.settimeout(120)  # type: ignore[attr-defined]
-        self.connection = self.listener.accept()
+        self.listener._listener._socket.settimeout(90)  # type: ignore[attr-defined]
+
+    @cached_property
+    def connection(self) -> Connection:
+        """To the process, once it has started."""
+        return self.listener.accept()
 
     def ask(self, *request: Any) -> None:
         """Send a request."""
@@ -87,7 +92,8 @@ class Remote:
 
     def close(self) -> None:
         """End it and its engine."""
-        self.connection.close()
+        if "connection" in vars(self):
+            self.connection.close()
         self.listener.close()
         try:
             self.process.wait(25)
@@ -110,19 +116,18 @@ def measure(
     results: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory(dir=scratch()) as folder:
         begin = time.perf_counter()
-        whole, small = (
-            random_checkpoint(Path(folder) / name, one.raw, "bfloat16", 0, work.device)
-            for name, one in (("whole", work), ("small", work.smaller))
-        )
-        say(begin, "checkpoints written")
+        whole, small = Path(folder) / "whole", Path(folder) / "small"
         pairs = {name: Remote(name, name, whole, work, out) for name in names}
         warmers = {}
         if work.device == "cuda":
             warmers = {n: Remote(f"{n}_warm", n, small, work.smaller, out) for n in names}
-        for remote in pairs.values():
-            remote.ask("start_engine")
-        for remote in warmers.values():
-            remote.ask("warm")
+        for path, one in ((small, work.smaller), (whole, work)):  # while the processes import
+            random_checkpoint(path, one.raw, "bfloat16", 0, work.device)
+        say(begin, "checkpoints written")
+        for remotes, method in ((pairs, "start_engine"), (warmers, "warm")):
+            for name, remote in remotes.items():
+                with told(name):
+                    remote.ask(method)
         for name, remote in warmers.items():
             with told(name):
                 say(begin, f"{name}: kernels compiled in {remote.answer()[1]:.0f} s")

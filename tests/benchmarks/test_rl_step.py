@@ -1,0 +1,98 @@
+"""The RL row: its stock trainer computes our function, its work and its lines are what they say."""
+
+import json
+from dataclasses import asdict
+
+import pytest
+import torch
+
+from benchmarks import rl_pairs, rl_step, rl_stock
+from isomodels.batch import Batch
+from isomodels.checkpoint import load_checkpoint
+from isomodels.parity.checkpoints import random_checkpoint
+from tests.benchmarks.test_engine import SMALL
+
+WORK = rl_pairs.Work(
+    str(rl_step.ROOT / "tests/data/configs/qwen3-1.7b"),
+    overrides=(*SMALL.items(), ("num_hidden_layers", 5)),
+    prompts=2,
+    group=2,
+    tokens_in=5,
+    tokens_out=4,
+    max_tokens=18,
+    device="cpu",
+)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return random_checkpoint(tmp_path_factory.mktemp("rl") / "c", WORK.raw, "bfloat16", 0)
+
+
+def samples():
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randint(503, (4, 9), generator=generator).tolist()
+    old = torch.full((4,), -6.0).numpy()
+    return [
+        rl_pairs.grpo.Sample(ids[:5], ids[5:], old, "", advantage=sign)
+        for ids, sign in zip(drawn, (1.0, -1.0, 0.5, -0.5), strict=True)
+    ]
+
+
+def test_the_stock_trainer_trains_our_function(checkpoint):
+    trainer = rl_stock.StockTrainer(checkpoint, 1e-3, WORK.max_tokens, "cpu")
+    one, *_ = given = samples()
+    ids = torch.tensor([[*one.prompt, *one.answer]])
+    before = dict(trainer.weights())
+    assert before.keys() >= {"model.embed_tokens.weight", "model.layers.4.self_attn.k_proj.weight"}
+    assert "lm_head.weight" not in before  # tied
+    held = {name: tensor.clone() for name, tensor in before.items()}
+    loss, norm, new, old = trainer.update(given, rl_pairs.grpo.clipped_loss)
+    assert new.shape == old.shape == (16,)
+    assert norm > 0
+    core = load_checkpoint(checkpoint)
+    bounds = torch.tensor([0, 9], dtype=torch.int32)
+    hidden = core(ids[0], torch.arange(9), Batch.packed(bounds))
+    ours = core.token_logprobs(hidden[4:8], ids[0, 5:])
+    assert torch.allclose(ours, torch.from_numpy(new[:4]), atol=0.1)
+    moved = [n for n, tensor in trainer.weights() if not torch.equal(tensor, held[n])]
+    assert len(moved) > len(held) / 2
+    again = trainer.update(given, rl_pairs.grpo.clipped_loss)
+    assert again[0] < loss  # the second step sees what the first one gained
+
+
+def test_work_survives_its_way_and_has_a_smaller_form():
+    there = rl_pairs.Work(**json.loads(json.dumps(asdict(WORK))))
+    assert there.raw == WORK.raw
+    assert WORK.smaller.raw["num_hidden_layers"] == 4
+    assert WORK.smaller.prompts * WORK.smaller.group == 2  # one microbatch of 18 tokens
+
+
+def test_a_compiled_convolution_is_the_plain_one():
+    x, w = torch.randn(2, 9, 5).transpose(1, 2), torch.randn(5, 4)
+    plain = torch.nn.functional.conv1d(x, w[:, None], padding=3, groups=5)[..., :9]
+    found = rl_stock.causal_conv(x, w, None, "silu")
+    assert torch.allclose(found, torch.nn.functional.silu(plain), atol=1e-6)
+
+
+def result(seconds: float, **changed) -> dict:
+    chosen = dict.fromkeys(("attention", "compilation", "cudagraphs"), "NONE")
+    step = dict.fromkeys(rl_pairs.PARTS, seconds)
+    step |= {"compared": 10, "differ": 0, "mean_difference": 0.0}
+    return {
+        "chosen": {**chosen, **dict.fromkeys(rl_step.SAME, 1), **changed},
+        "trainer": "trainer",
+        "warm_up": [step],
+        "steps": [step, step],
+    }
+
+
+def test_lines_of_the_table():
+    whole, *parts = rl_step.compare(result(1.04), result(1.0), WORK)
+    assert whole.ratio > whole.floor
+    assert "30 ratios of ours" in whole.note
+    assert [line.floor for line in parts] == [0.0] * 3
+    whole, *_ = rl_step.compare(result(1.06), result(1.0), WORK)
+    assert whole.ratio < whole.floor
+    with pytest.raises(RuntimeError, match="not the same scheduler: max_num_seqs"):
+        rl_step.compare(result(1.0, max_num_seqs=2), result(1.0), WORK)
