@@ -23,3 +23,7 @@ class HostError(IsoError):
 
 class ContractError(IsoError):
     """Two sides that would not give the same bits, or a contract that cannot be read."""
+
+
+class TraceError(IsoError):
+    """A run that cannot be recorded, or recordings that cannot be read or compared."""

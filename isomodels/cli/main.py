@@ -14,6 +14,7 @@ from isomodels.cli.contract import contract
 from isomodels.cli.convert import convert
 from isomodels.cli.inspect import inspect
 from isomodels.cli.parity import parity
+from isomodels.cli.trace import trace
 from isomodels.cli.validate import validate
 from isomodels.errors import IsoError
 
@@ -43,6 +44,7 @@ app.command()(inspect)
 app.command()(parity)
 app.command()(validate)
 app.add_typer(contract, name="contract")
+app.add_typer(trace, name="trace")
 
 
 def _print_version(asked: bool) -> None:

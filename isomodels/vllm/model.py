@@ -12,6 +12,7 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from isomodels.batch import Batch
 from isomodels.contract import Contract, contract_for
 from isomodels.contract.operations import operators_of
+from isomodels.contract.served import COUNT_OPERATIONS, ServedOperations
 from isomodels.contract.stored import require_stored
 from isomodels.errors import CheckpointError
 from isomodels.layers.parallel import Layout, named_tensors
@@ -22,6 +23,7 @@ from isomodels.vllm.checks import read_checkpoint_config
 from isomodels.vllm.mla import cache_layer
 from isomodels.vllm.parallel import layout_of
 from isomodels.vllm.routes import RECORD_ROUTES, RouteBuffer
+from isomodels.vllm.tracing import TRACE, EngineTrace
 from isomodels.vllm.versions import vllm_version
 from isomodels.vllm.weights import convert, restore_after_failed_reload
 
@@ -71,6 +73,10 @@ class IsoModelsForCausalLM(nn.Module):
         if vllm_config.additional_config.get(RECORD_ROUTES) and self.config.routing:
             most = vllm_config.scheduler_config.max_num_batched_tokens
             self.routes = RouteBuffer(self.core, most, vllm_config.device_config.device)
+        extra = vllm_config.additional_config
+        self.served = ServedOperations(self.core) if extra.get(COUNT_OPERATIONS) else None
+        most = vllm_config.scheduler_config.max_num_batched_tokens
+        self.trace = EngineTrace(self.core, most, captured=True) if extra.get(TRACE) else None
         context = vllm_config.compilation_config.static_forward_context
         context.update({layer.name: layer for layer in self.layers})
         parallel = vllm_config.parallel_config

@@ -24,6 +24,7 @@ from typing import Any
 
 from isomodels.errors import HostError
 from isomodels.vllm.plugin import MODEL_IMPL
+from isomodels.vllm.questions import question
 from isomodels.vllm.versions import CHECKED_VERSIONS, check_vllm, vllm_version
 
 # An own name for the resolved architecture: vLLM's hooks are keyed by it, so that ours run and
@@ -38,10 +39,6 @@ _SYNC = {
     "update_weights",
     "finish_weight_update",
 }
-
-# A call that vLLM does not have: the contracts of all workers. (vLLM's HTTP route: POST
-# /collective_rpc with {"method": "isomodels_contract"}, under VLLM_SERVER_DEV_MODE=1.)
-CONTRACT_CALL = "isomodels_contract"
 
 _MARK = "_isomodels_patched"
 
@@ -113,8 +110,8 @@ def _patch_engine_core() -> None:
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         ours = self.vllm_config.model_config.model_impl == MODEL_IMPL
-        if ours and method == CONTRACT_CALL:
-            return original(self, _contract_of_worker, timeout)
+        if ours and (asked := question(method)) is not None:
+            return original(self, asked, timeout, args, kwargs)
         if not ours or method not in _WEIGHT_CHANGES | _SYNC:
             return original(self, method, timeout, args, kwargs)
         if method == "reload_weights":
@@ -156,11 +153,6 @@ class SyncCall:
             except Exception:  # it could not reach another process
                 return HostError(f"{type(error).__name__}: {error}")
             return error
-
-
-def _contract_of_worker(worker: Any) -> str:
-    """Canonical JSON."""
-    return worker.get_model().contract().to_json()
 
 
 def _check_reload(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

@@ -11,7 +11,11 @@ import httpx
 import pytest
 import torch
 
+from isomodels.batch import Batch
+from isomodels.contract import Contract, contract_of, require_same
+from isomodels.trace import Recording, compare, record
 from isomodels.vllm import Result, Token
+from isomodels.vllm.versions import V2_RUNNER_VERSIONS, vllm_version
 from tests.checkpoints import make_qwen3
 from tests.vllm import support
 from tests.vllm.support import assert_equal_bits, bits, draw
@@ -29,6 +33,7 @@ ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "TORCHDYNAMO_DISABLE": "1",
     "VLLM_SERVER_DEV_MODE": "1",
+    "VLLM_PLUGINS": "isomodels",
     "HF_HUB_OFFLINE": "1",
     # Other tests of this process have set them to other values.
     "VLLM_LOGGING_LEVEL": "INFO",
@@ -199,6 +204,43 @@ def test_reload_over_http(server, checkpoints):
     again = complete(client, prompt, temperature=0.0)
     first, second = (r.tokens for a in (hit, again) for r in results_of(a, prompt))
     assert (bits([t.logprob for t in first]) == bits([t.logprob for t in second])).all()
+
+
+def test_the_contract_over_http(server, checkpoints):
+    """By vLLM's own route for any call, and by a route of its own where vLLM has such plug-ins."""
+    client, _ = server
+    asked = client.post("/collective_rpc", json={"method": "isomodels_contract"})
+    (text,) = asked.json()["results"]
+    engine = Contract.from_json(text)
+    trainer = contract_of(checkpoints[0], "cuda" if ON_GPU else "cpu")
+    require_same(trainer, engine)
+    assert engine.deployment["host"]["name"] == "vllm"
+    if vllm_version() in V2_RUNNER_VERSIONS:
+        assert client.get("/isomodels/contract").text == text
+
+
+def test_a_recording_over_http(server, checkpoints, tmp_path):
+    client, _ = server
+
+    def ask(method, **kwargs):
+        answer = client.post("/collective_rpc", json={"method": method, "kwargs": kwargs})
+        assert answer.status_code == 200, answer.text
+        return answer.json()["results"][0]
+
+    ask("isomodels_trace_start", positions="3,10:")
+    prompt = draw(20, 7)
+    answer = complete(client, prompt, temperature=0.0)
+    made = ask("isomodels_trace_stop", path=str(tmp_path / "engine"))
+    assert made == {"tokens": 1 + 10 + 7, "sequences": 1}
+    (result,) = results_of(answer, prompt)
+    ids = torch.tensor([*prompt, *(token.id for token in result.tokens)])
+    bounds = torch.tensor([0, len(ids)], dtype=torch.int32)
+    core = load_core(checkpoints[0])
+    device = core.head_weight.device
+    with record(core, tmp_path / "module"):
+        core(ids.to(device), torch.arange(len(ids), device=device), Batch.packed(bounds.to(device)))
+    found = compare(*(Recording.load(tmp_path / name) for name in ("engine", "module")))
+    assert (found.tokens, found.differing) == (18, 0)
 
 
 def test_refused_reload_over_http(server, checkpoints, tmp_path):
