@@ -185,14 +185,13 @@ def fast_linear_attention(model: nn.Module) -> str:
     modeling: Any = sys.modules[type(model).__module__]
     if compiles("cuda"):
         modeling.causal_conv1d_fn = torch.compile(causal_conv)
-    kept = fewer_configurations(CONFIGURATIONS)
-    return (
-        f"flash-linear-attention {package.__version__}, best of {CONFIGURATIONS} in {kept} kernels"
-    )
+    fewer_configurations(CONFIGURATIONS)
+    version = package.__version__
+    return f"flash-linear-attention {version} tuned among {CONFIGURATIONS} forms of each kernel"
 
 
 def fewer_configurations(most: int) -> int:
-    """Leave each autotuned kernel of flash-linear-attention so many, evenly chosen: all take minutes.
+    """Leave each autotuned kernel of flash-linear-attention so many: all of them take minutes.
 
     Returns:
         How many kernels had more.
