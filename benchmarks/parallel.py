@@ -310,6 +310,8 @@ def main() -> int:
     parser.add_argument("--wait", type=Path, help="start the engines, and time when this exists")
     parser.add_argument("--limit", type=float, default=600.0, help="seconds, after the wait")
     options = parser.parse_args()
+    if options.gpus < 2:
+        parser.error(f"these rows need two GPUs, there are {options.gpus}")
     options.out.mkdir(parents=True, exist_ok=True)
     names, failed, text = options.rows.split(","), [], ""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
