@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from importlib import import_module
 
 import pytest
 import torch
@@ -13,7 +14,6 @@ from isomodels.contract.build import schedules_of, served
 from isomodels.contract.document import canonical, canonical_json
 from isomodels.contract.operations import CASES, OperationCount
 from isomodels.errors import ContractError, IsoError
-from isomodels.kernels import gemm_tuned
 from isomodels.kernels.schedule import SCHEDULES, Schedule
 from isomodels.registry import architectures, load_object
 from tests.dense.models import load_ours, make, run_packed, tokens
@@ -23,6 +23,13 @@ NAMES = sorted(architectures())
 
 def tiny(name: str) -> dict:
     return {**load_object(architectures()[name].tiny), "dtype": "bfloat16"}
+
+
+def on(backend: str, name: str) -> Contract:
+    """The contract of a tiny model on the CPU, or on an H200 that need not be here."""
+    if backend == "torch":
+        return contract_of(tiny(name))
+    return contract_of(tiny(name), "cuda", capability=(9, 0))
 
 
 def moved(left: Contract, right: Contract) -> set[str]:
@@ -40,25 +47,30 @@ def test_every_architecture_has_a_contract_that_survives_json(name):
     assert all(served(contract, case) for case in CASES)
 
 
+@pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("name", NAMES)
-def test_each_constant_of_each_schedule_moves_the_numerical_digest_alone(name, monkeypatch):
-    contract = contract_of(tiny(name))
+def test_each_constant_of_each_schedule_moves_the_numerical_digest_alone(
+    name, backend, monkeypatch
+):
+    contract = on(backend, name)
     policy = contract.numerical_policy
+    ran = {op for form in policy["forms"].values() for part in form.values() for op in part}
+    assert set(policy["schedules"]) == ran
     for operation in policy["schedules"]:
-        schedule = SCHEDULES[operation, "torch"]
+        schedule = SCHEDULES[operation, backend]
         changed = [replace(schedule, version=schedule.version + 1)]
         for key, value in schedule.constants.items():
             other = value + 1 if isinstance(value, int) else f"{value}, otherwise"
             changed.append(replace(schedule, constants={**schedule.constants, key: other}))
         for one in changed:
-            monkeypatch.setitem(SCHEDULES, (operation, "torch"), one)
-            now = {**policy, "schedules": schedules_of(policy["forms"], "torch")}
+            monkeypatch.setitem(SCHEDULES, (operation, backend), one)
+            now = {**policy, "schedules": schedules_of(policy["forms"], backend)}
             other = replace(contract, numerical_policy=now)
             assert moved(contract, other) == {"numerical_policy"}, one
-            monkeypatch.setitem(SCHEDULES, (operation, "torch"), schedule)
-    linear = SCHEDULES["linear", "torch"]
-    monkeypatch.setitem(SCHEDULES, ("linear", "torch"), replace(linear, version=99))
-    assert moved(contract, contract_of(tiny(name))) == {"numerical_policy"}
+            monkeypatch.setitem(SCHEDULES, (operation, backend), schedule)
+    linear = SCHEDULES["linear", backend]
+    monkeypatch.setitem(SCHEDULES, ("linear", backend), replace(linear, version=99))
+    assert moved(contract, on(backend, name)) == {"numerical_policy"}
 
 
 def test_an_operation_that_does_not_run_moves_nothing(monkeypatch):
@@ -68,10 +80,42 @@ def test_an_operation_that_does_not_run_moves_nothing(monkeypatch):
     assert not moved(contract, contract_of(tiny("Qwen3ForCausalLM")))
 
 
-def test_tuning_moves_nothing_but_the_deployment(monkeypatch):
-    contract = contract_of(tiny("Qwen3ForCausalLM"), "cuda", capability=(9, 0))
-    monkeypatch.setattr(gemm_tuned, "TUNED", {}, raising=False)
-    assert not moved(contract, contract_of(tiny("Qwen3ForCausalLM"), "cuda", capability=(9, 0)))
+# Tiles, programs and launches of the GPU's kernels: which file, and what it holds.
+TUNING = {
+    "gemm_tuned": ["TUNED"],
+    "gemm_tuning": ["BUCKETS", "DEFAULTS"],
+    "attention_decode_triton": ["_PROGRAMS"],
+    "mla_decode_triton": ["_PROGRAMS", "_PART_BYTES"],
+    "grouped_linear_triton": ["_FORWARD"],
+    "grouped_gemm_triton": ["_GROUP", "_CHUNK"],
+    "gated_delta_triton": ["WALK", "DECODE"],
+    "causal_conv_triton": ["_EDGE_CHANNELS"],
+    "router_triton": ["_FEW", "_MANY"],
+    "swiglu_triton": ["_BLOCK"],
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Qwen3ForCausalLM",
+        "Qwen3MoeForCausalLM",
+        "Glm4MoeLiteForCausalLM",
+        "Qwen3_5MoeForCausalLM",
+    ],
+)
+def test_tuning_moves_nothing(name, monkeypatch):
+    pytest.importorskip("triton")
+    contract = on("triton", name)
+    for file, names in TUNING.items():
+        module = import_module(f"isomodels.kernels.{file}")
+        for one in names:
+            assert hasattr(module, one)
+            monkeypatch.setattr(module, one, None)
+    assert not moved(contract, on("triton", name))
+
+
+def test_a_layout_moves_the_deployment_alone():
     hosts = [contract_of(tiny("Qwen3ForCausalLM"), host={"layout": x}) for x in ("tp1", "tp2")]
     assert moved(*hosts) == {"deployment"}
     require_same(*hosts)
