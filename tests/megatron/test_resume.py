@@ -37,8 +37,11 @@ def train(trainer: Trainer, steps: int) -> list[float]:
     return [trainer.step(BATCH, num_microbatches=2).loss for _ in range(steps)]
 
 
-@pytest.mark.parametrize("distributed", [True, False], ids=["distributed", "plain"])
-@pytest.mark.parametrize(("kind", "dtype"), CASES)
+# the plain optimizer knows nothing of an architecture: once in each dtype
+RESUMED = [*[(*case, True) for case in CASES], ("qwen3_tied", "fp32", False), (*CASES[-1], False)]
+
+
+@pytest.mark.parametrize(("kind", "dtype", "distributed"), RESUMED)
 def test_resumed_training_equals_uninterrupted(checkpoint, tmp_path, kind, dtype, distributed):
     path = checkpoint(kind, dtype)
     with open_trainer(path, dtype, distributed) as trainer:
