@@ -58,7 +58,7 @@ def _row_terms(
     lse = tl.load(lse_ptr + at, mask=valid, other=float("inf"))
     terms_ptr += head.to(tl.int64) * num_slots
     tl.store(terms_ptr + slots, lse * _LOG2E)
-    delta_ptr = terms_ptr + num_heads.to(tl.int64) * num_slots
+    delta_ptr = terms_ptr + tl.cast(num_heads, tl.int64) * num_slots
     tl.store(delta_ptr + slots, tl.sum(out * grad, 1))
 
 
@@ -223,7 +223,7 @@ def _dq(
     q = tl.load(q_ptr + q_at, mask=valid[:, None], other=0.0)
     grad = tl.load(grad_ptr + out_at, mask=valid[:, None], other=0.0)
     terms_ptr += head.to(tl.int64) * num_slots + (first_row // SLOT_BLOCK + seq) * SLOT_BLOCK
-    delta_ptr = terms_ptr + num_heads.to(tl.int64) * num_slots
+    delta_ptr = terms_ptr + tl.cast(num_heads, tl.int64) * num_slots
     lse = tl.load(terms_ptr + rows, mask=valid, other=float("inf"))
     delta = tl.load(delta_ptr + rows, mask=valid, other=0.0)
     last = tl.cdiv(tl.minimum((tile + 1) * BLOCK_M, num_rows), BLOCK_N)

@@ -248,7 +248,7 @@ def _gemm_once(
 @triton.jit
 def _fold(parts_ptr, out_ptr, N, stride, space, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     """parts [PARTS, rows, stride] fp32 -> out [M, N]: neighbours first, one rounding."""
-    row, space = tl.program_id(0).to(tl.int64), space.to(tl.int64)
+    row, space = tl.program_id(0).to(tl.int64), tl.cast(space, tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < N
     total = _sum_pair(parts_ptr + row * stride + column, space, inside)
