@@ -25,7 +25,6 @@ from isomodels.parity.checkpoints import random_checkpoint, tiny_config
 from isomodels.parity.ranks import Ranks
 from isomodels.parity.remote import Remote
 from isomodels.parity.workload import (
-    BLOCK_SIZE,
     PromptSource,
     Round,
     Workload,
@@ -165,7 +164,7 @@ def run(
         say("kernels proved")
     workload = _WORKLOAD
     if spec.family == "hybrid":
-        large = page_of(config, device)[0] > BLOCK_SIZE
+        large = page_of(config, device)[0] > _WORKLOAD.max_num_batched_tokens
         workload = with_states(_OF_STATES if large else _WORKLOAD, config, device)
         workload = replace(workload, crossing=0)
     source = PromptSource(path, config.vocab_size, SEED)
