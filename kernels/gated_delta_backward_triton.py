@@ -19,6 +19,7 @@ from isomodels.kernels.gated_delta_chunk import CHUNK, NORM_EPS
 from isomodels.kernels.gated_delta_triton import Shape, Tiles, plain, prepare, walk
 
 WALK_BACK = Tiles(64, 4, 2)
+SLICE = 32  # value channels at a time of what is found for all chunks at once
 
 
 @triton.jit
@@ -143,13 +144,17 @@ def _into_raw(grad, x_ptr, at, mask, eps):
 @triton.jit(do_not_specialize=["num_seqs"])
 def chunk_gradients(
     grad_ptr, q_ptr, k_ptr, v_ptr, table_ptr, first_ptr, sums_ptr, betas_ptr,
-    queries_ptr, units_ptr, states_ptr, dstates_ptr, rows_ptr, drights_ptr,
+    queries_ptr, units_ptr, states_ptr, dstates_ptr, rows_ptr, drights_ptr, dqs_ptr, dks_ptr,
     dq_ptr, dk_ptr, dv_ptr, dg_ptr, dbeta_ptr, num_seqs,
     grad_stride, grad_head, q_stride, q_head, k_stride, k_head, v_stride, v_head, scale, eps,
     HK: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr,
-    VP: tl.constexpr,
+    VP: tl.constexpr, SLICE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """All gradients of a chunk's rows, for one key head and its value heads."""
+    """All gradients of a chunk's rows, for one key head and its value heads, one after the other.
+
+    dqs, dks [chunks * 64, HK, KP] fp32: sums over the value heads so far. In registers they would
+    leave none for the products over value channels, which go by SLICE.
+    """
     dtype = units_ptr.dtype.element_ty
     HV: tl.constexpr = HK * GROUP
     c = tl.program_id(0)
@@ -159,83 +164,100 @@ def chunk_gradients(
         high = tl.load(table_ptr + c * 4 + 3)
         r = tl.arange(0, 64)
         d = tl.arange(0, KP)
-        x = tl.arange(0, VP)
         i, j = r[:, None], r[None, :]
         unit = ((c.to(tl.int64) * 64 + i) * HK + hk) * KP + d[None, :]
-        k = tl.load(units_ptr + unit)
-        q = tl.load(queries_ptr + unit)
-        dq = tl.zeros((64, KP), tl.float32)
-        dk = tl.zeros((64, KP), tl.float32)
         for g in tl.range(0, GROUP, num_stages=1):
             h = hk * GROUP + g
             at = c.to(tl.int64) * HV + h
-            sums = tl.load(sums_ptr + at * 64 + r)
             beta = tl.load(betas_ptr + at * 64 + r)
-            last = tl.load(sums_ptr + at * 64 + 63)
-            wide = x[None, :] < V
-            inside = (i < high) & wide
-            square = at * (V * KP) + x[:, None] * KP + d[None, :]
-            state = tl.load(states_ptr + square, mask=(x < V)[:, None], other=0.0)
-            dstate = tl.load(dstates_ptr + square, mask=(x < V)[:, None], other=0.0)
-            kept = tl.exp(last) * tl.sum(tl.sum(state.to(tl.float32) * dstate, axis=1), axis=0)
+            read = tl.zeros((64, KP), tl.float32)
+            right = tl.zeros((64, KP), tl.float32)
+            written = tl.zeros((64, KP), tl.float32)
+            dqk = tl.zeros((64, 64), tl.float32)
+            dkk = tl.zeros((64, 64), tl.float32)
+            passed = tl.zeros((SLICE, KP), tl.float32)
+            dbeta = tl.zeros((64,), tl.float32)
+            for start in tl.range(0, VP, SLICE, num_stages=STAGES):
+                x = start + tl.arange(0, SLICE)
+                wide = x[None, :] < V
+                inside = (i < high) & wide
+                square = at * (V * KP) + x[:, None] * KP + d[None, :]
+                state = tl.load(states_ptr + square, mask=(x < V)[:, None], other=0.0)
+                dstate = tl.load(dstates_ptr + square, mask=(x < V)[:, None], other=0.0)
+                do = grad_ptr + (token + i) * grad_stride + h * grad_head + x[None, :]
+                do = tl.load(do, mask=inside, other=0.0)
+                own = ((c.to(tl.int64) * 64 + i) * HV + h) * V + x[None, :]
+                dr = tl.load(drights_ptr + own, mask=wide, other=0.0)
+                u = tl.load(rows_ptr + own, mask=wide, other=0.0)
+                v = v_ptr + (token + i) * v_stride + h * v_head + x[None, :]
+                v = tl.load(v, mask=inside, other=0.0)
+                read = _product(do, state, read)
+                right = _product(dr, state, right)
+                written = _product(u, dstate, written)
+                dqk = _product(do, tl.trans(u), dqk)
+                dkk = _product(dr, tl.trans(u), dkk)
+                passed += state.to(tl.float32) * dstate
+                dr = dr.to(tl.float32)
+                dbeta += tl.sum(dr * v, axis=1)
+                target = (token + i) * (HV * V) + h * V + x[None, :]
+                tl.store(dv_ptr + target, (dr * beta[:, None]).to(dtype), mask=inside)
 
             # reads of the state, writes to it
-            do = grad_ptr + (token + i) * grad_stride + h * grad_head + x[None, :]
-            do = tl.load(do, mask=inside, other=0.0)
-            read = tl.dot(do, state, input_precision="ieee") * tl.exp(sums)[:, None]
-            later = tl.sum(read * q, axis=1)
-            dq += read
-            own = ((c.to(tl.int64) * 64 + i) * HV + h) * V + x[None, :]
-            dr = tl.load(drights_ptr + own, mask=wide, other=0.0)
-            read = tl.dot(dr, state, input_precision="ieee") * tl.exp(sums)[:, None]
-            along_k = tl.sum(read * k, axis=1)
+            sums = tl.load(sums_ptr + at * 64 + r)
+            last = tl.load(sums_ptr + at * 64 + 63)
+            k = tl.load(units_ptr + unit)
+            q = tl.load(queries_ptr + unit)
+            decay = tl.exp(sums)[:, None]
+            dq = read * decay
+            later = tl.sum(dq * q, axis=1)
+            right *= decay
+            along_k = tl.sum(right * k, axis=1)
             later -= beta * along_k
-            dk -= beta[:, None] * read
-            u = tl.load(rows_ptr + own, mask=wide, other=0.0)
-            read = tl.dot(u, dstate, input_precision="ieee") * tl.exp(last - sums)[:, None]
-            earlier = tl.sum(read * k, axis=1)
-            dk += read
+            written *= tl.exp(last - sums)[:, None]
+            earlier = tl.sum(written * k, axis=1)
+            dk = written - beta[:, None] * right
 
             # rows of the chunk on each other
             decay = tl.exp(tl.where(i >= j, sums[:, None] - sums[None, :], 0.0))
-            dqk = tl.dot(do, tl.trans(u), input_precision="ieee") * decay
-            dqk = tl.where(i >= j, dqk, 0.0)
-            dkk = tl.dot(dr, tl.trans(u), input_precision="ieee") * decay
-            dkk = tl.where(i > j, 0.0 - dkk, 0.0)
-            kk = tl.dot(k, tl.trans(k), input_precision="ieee") * dkk
-            qk = tl.dot(q, tl.trans(k), input_precision="ieee") * dqk
-            dbeta = tl.sum(kk, axis=1) - along_k
+            dqk = tl.where(i >= j, dqk * decay, 0.0)
+            dkk = tl.where(i > j, 0.0 - dkk * decay, 0.0)
+            pairs = tl.dot(k, tl.trans(k), input_precision="ieee") * dkk
+            dbeta += tl.sum(pairs, axis=1) - along_k
             dkk *= beta[:, None]
+            pairs *= beta[:, None]
+            pairs += tl.dot(q, tl.trans(k), input_precision="ieee") * dqk
             dqk16 = dqk.to(dtype)
             both = (dkk + tl.trans(dkk)).to(dtype)
-            dq = tl.dot(dqk16, k, dq, input_precision="ieee")
-            dk = tl.dot(tl.trans(dqk16), q, dk, input_precision="ieee")
-            dk = tl.dot(both, k, dk, input_precision="ieee")
+            dq = _product(dqk16, k, dq)
+            dk = _product(tl.trans(dqk16), q, dk)
+            dk = _product(both, k, dk)
 
             # g of row t is in every decay that passes t: sums of these alone, since a difference of
             # two sums would drown a small one
-            pairs = tl.where(i > j, kk * beta[:, None] + qk, 0.0)
-            passing = tl.where(i > j, tl.cumsum(pairs, axis=0, reverse=True), 0.0)
-            dg = tl.sum(passing, axis=1) + kept
+            passing = tl.cumsum(tl.where(i > j, pairs, 0.0), axis=0, reverse=True)
+            dg = tl.sum(tl.where(i > j, passing, 0.0), axis=1)
+            dg += tl.exp(last) * tl.sum(tl.sum(passed, axis=1), axis=0)
             dg += tl.sum(tl.where(j >= i, later[None, :], 0.0), axis=1)
             dg += tl.sum(tl.where(j < i, earlier[None, :], 0.0), axis=1)
-
-            v = v_ptr + (token + i) * v_stride + h * v_head + x[None, :]
-            v = tl.load(v, mask=inside, other=0.0).to(tl.float32)
-            dr = dr.to(tl.float32)
-            dbeta += tl.sum(dr * v, axis=1)
-            target = (token + i) * (HV * V) + h * V + x[None, :]
-            tl.store(dv_ptr + target, (dr * beta[:, None]).to(dtype), mask=inside)
             tl.store(dg_ptr + (token + r) * HV + h, dg, mask=r < high)
             tl.store(dbeta_ptr + (token + r) * HV + h, dbeta, mask=r < high)
-        inside = (i < high) & (d[None, :] < K)
-        target = (token + i) * (HK * K) + hk * K + d[None, :]
-        raw = (token + i) * q_stride + hk * q_head + d[None, :]
-        dq = _into_raw(dq * scale, q_ptr, raw, inside, eps)
-        tl.store(dq_ptr + target, dq.to(dtype), mask=inside)
-        raw = (token + i) * k_stride + hk * k_head + d[None, :]
-        dk = _into_raw(dk, k_ptr, raw, inside, eps)
-        tl.store(dk_ptr + target, dk.to(dtype), mask=inside)
+
+            if g > 0:
+                tl.debug_barrier()  # others of this program may have written these elements
+                dq += tl.load(dqs_ptr + unit)
+                dk += tl.load(dks_ptr + unit)
+            if g < GROUP - 1:
+                tl.store(dqs_ptr + unit, dq)
+                tl.store(dks_ptr + unit, dk)
+            else:
+                inside = (i < high) & (d[None, :] < K)
+                target = (token + i) * (HK * K) + hk * K + d[None, :]
+                raw = (token + i) * q_stride + hk * q_head + d[None, :]
+                dq = _into_raw(dq * scale, q_ptr, raw, inside, eps)
+                tl.store(dq_ptr + target, dq.to(dtype), mask=inside)
+                raw = (token + i) * k_stride + hk * k_head + d[None, :]
+                dk = _into_raw(dk, k_ptr, raw, inside, eps)
+                tl.store(dk_ptr + target, dk.to(dtype), mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_seqs", "num_tokens"])
@@ -283,14 +305,15 @@ def gated_delta_rule_backward(
         STAGES=tiles.stages, num_warps=tiles.warps,
     )  # fmt: skip
     vp = max(16, 2 ** log2_ceil(shape.value_dim))
+    dqs, dks = (torch.empty_like(chunks.units, dtype=torch.float32) for _ in range(2))
     chunk_gradients[(count, shape.num_k_heads)](
         grad, q, k, v, chunks.table, chunks.first, chunks.sums, chunks.betas,
-        chunks.queries, chunks.units, states, dstates, rows, drights,
+        chunks.queries, chunks.units, states, dstates, rows, drights, dqs, dks,
         dq, dk, dv, dg, dbeta, sequences,
         grad.stride(0), grad.stride(1), q.stride(0), q.stride(1), k.stride(0), k.stride(1),
         v.stride(0), v.stride(1), shape.scale, NORM_EPS,
         HK=shape.num_k_heads, GROUP=heads // shape.num_k_heads, K=shape.key_dim, KP=kp,
-        V=shape.value_dim, VP=vp, num_warps=8,
+        V=shape.value_dim, VP=vp, SLICE=min(SLICE, vp), STAGES=3, num_warps=8,
     )  # fmt: skip
     keys = shape.num_k_heads * shape.key_dim
     _clear_rest[(1,)](
