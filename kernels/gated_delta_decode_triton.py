@@ -4,6 +4,10 @@ The same products as in `gated_delta_chunk_triton.py`, of one row. The 16 rows o
 of the matrix units hold copies of k in their first half and of q in the second: so what is read of
 the state and of the rows before is multiplied once. The state itself is read rounded, and written
 only with the last row of a chunk.
+
+What is read from memory is the left operand of its product: 64 rows or more of it go to the matrix
+units as they lie in shared memory. (Triton 3.6 multiplies a transposed left operand in shared
+memory wrongly: rows of u past the 32nd. They are the right operand.)
 """
 
 # Arguments of kernels have Triton's own types.
@@ -31,17 +35,23 @@ def _unit(ptr, K: tl.constexpr, LOG2K: tl.constexpr, scale, eps):
 
 
 @triton.jit
-def _read_state(x, boundary_ptr, begun, K: tl.constexpr, KP: tl.constexpr, column):
-    """x [16, KP] times the rounded state of the first V value channels, [16, BV]."""
+def _met(rows, pair):
+    """rows [N, KP] times each of pair [16, KP]: [16, N] fp32."""
+    return tl.trans(tl.dot(rows, tl.trans(pair), input_precision="ieee"))
+
+
+@triton.jit
+def _read_state(pair, boundary_ptr, begun, K: tl.constexpr, KP: tl.constexpr, column):
+    """The rounded state of the first `begun` value channels times pair [16, KP]: [16, BV]."""
     d = tl.arange(0, KP)
     at = column[:, None] * K + d[None, :]
     mask = (column < begun)[:, None] & (d < K)[None, :]
-    if x.dtype == tl.bfloat16:
+    if pair.dtype == tl.bfloat16:
         half = boundary_ptr.to(tl.pointer_type(tl.bfloat16))
         state = tl.load(half + at, mask=mask, other=0.0)
     else:
         state = tl.load(boundary_ptr + at, mask=mask, other=0.0)
-    return tl.dot(x, tl.trans(state), input_precision="ieee")
+    return _met(state, pair)
 
 
 @triton.jit
@@ -127,7 +137,7 @@ def decode_rows(
         keys = tl.load(kept, mask=done[:, None] & (d < K)[None, :], other=0.0)
         u = tl.load(updates_ptr + wide[:, None] * (HV * V) + x[None, :], mask=whole, other=0.0)
         decay = tl.exp(total - tl.load(decays_ptr + wide, mask=done, other=0.0))
-        met = tl.dot(pair, tl.trans(keys), input_precision="ieee") * decay[None, :]
+        met = _met(keys, pair) * decay[None, :]
         met = tl.where(is_key, 0.0 - met * beta, met)
         met = tl.where(done[None, :], met, 0.0).to(dtype)
         acc = tl.dot(met, u, acc, input_precision="ieee")

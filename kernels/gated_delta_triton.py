@@ -243,5 +243,5 @@ def decode(
         pages.updates.stride(0), pages.decays.stride(0), shape.scale, NORM_EPS,
         HK=shape.num_k_heads, HV=shape.num_v_heads, K=shape.key_dim, LOG2K=shape.log2_key,
         V=shape.value_dim, BV=tiles.channels, PIECE=min(32, 2**shape.log2_key),
-        num_warps=tiles.warps, num_stages=tiles.stages, **_EXACT,
+        num_warps=tiles.warps, num_stages=tiles.stages, maxnreg=128, **_EXACT,
     )  # fmt: skip
