@@ -226,7 +226,9 @@ def _check_written(
     back: LazyTensors = written.tensors
     rules = plan.source.rules
     if written.rules != rules:  # experts in another form
-        back = SplitTensors(rules, JoinedTensors(written.rules, written.tensors))
+        # of the module itself where there is one: to part and join it again takes its size twice
+        module = written.module or JoinedTensors(written.rules, written.tensors)
+        back = SplitTensors(rules, module)
     different = []
     for rule in rules:
         for name in (source.name for source in rule.sources):

@@ -41,6 +41,8 @@ class Weights:
         stored: (names in the folder, HF names made of them), of a Megatron folder.
         small_files: the folder of config.json, tokenizer and the like.
         carried_over: HF names that come from `like`, since the folder lacks them.
+        module: the tensors that the folder has under the module's own names; None where it has
+            others.
     """
 
     path: Path
@@ -52,6 +54,7 @@ class Weights:
     stored: tuple[tuple[str, tuple[str, ...]], ...]
     small_files: Path
     carried_over: tuple[str, ...] = ()
+    module: LazyTensors | None = None
 
     @property
     def files(self) -> list[str]:
@@ -164,7 +167,16 @@ def _open_distributed(
     rows = tuple((r.name, tuple(source.name for source in r.sources)) for r in present)
     config = config.model_copy(update={"dtype": dtype_name(dtype)})
     return Weights(
-        folder, layout, spec, config, table, hf, rows, home, tuple(sorted(lacking & hf.keys()))
+        folder,
+        layout,
+        spec,
+        config,
+        table,
+        hf,
+        rows,
+        home,
+        tuple(sorted(lacking & hf.keys())),
+        module if layout == "megatron" else None,
     )
 
 

@@ -218,7 +218,8 @@ def test_inspect(checkpoint: Path, tmp_path: Path) -> None:
     )
     assert (here["layout"], there["layout"]) == ("hf", "megatron")
     assert (here["iteration"], there["iteration"]) == (None, 0)
-    own = ("path", "layout", "files", "iteration")
+    assert (here["contract"].keys(), there["contract"].keys()) == (set(), {"semantic"})
+    own = ("path", "layout", "files", "iteration", "contract")
     assert {k: v for k, v in here.items() if k not in own} == {
         k: v for k, v in there.items() if k not in own
     }

@@ -75,6 +75,8 @@ CASES = [
     ("megatron", "hf", ""),
     ("hf", "hf", "fused"),
     ("fused", "hf", "apart"),
+    ("fused", "megatron", ""),
+    ("megatron", "hf", "fused"),
 ]
 
 
