@@ -164,7 +164,10 @@ def _run_engine(
 
     _, config = read_config(checkpoint)
     _check_ids(sequences, config)
-    limits = {"max_model_len": max(map(len, sequences)) + 1, "skip_tokenizer_init": True}
+    limits: dict[str, Any] = {
+        "max_model_len": max(map(len, sequences)) + 1,
+        "skip_tokenizer_init": True,
+    }
     with Engine(checkpoint, dtype=config.dtype, **limits) as engine:
         engine.llm.collective_rpc("isomodels_trace_start", kwargs={"positions": choice.text})
         engine.run([Request(sequence, prompt_logprobs=True) for sequence in sequences])

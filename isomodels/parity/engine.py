@@ -4,10 +4,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from isomodels.config import read_config
+from isomodels.contract import Contract
+from isomodels.contract.served import COUNT_OPERATIONS
 from isomodels.layers.hybrid_config import HybridConfig
 from isomodels.layers.mla_config import LatentMoEConfig
 from isomodels.megatron.layout import Degrees
 from isomodels.parity.checkpoints import draw_weights
+from isomodels.parity.operations import answer
 from isomodels.parity.workload import BLOCK_SIZE, Workload, page_of
 from isomodels.vllm.engine import Engine, Request, Result, Step
 from isomodels.vllm.weights import LOADED_LATER
@@ -36,8 +39,11 @@ class ParityEngine:
             "tensor_parallel_size": degrees.tp,
             "enable_expert_parallel": degrees.ep > 1,
         }
-        if draw_seed is not None:
-            limits["additional_config"] = {LOADED_LATER: True}
+        self.counts = degrees.tp == 1  # a rank's parts have operations of their own
+        limits["additional_config"] = {
+            LOADED_LATER: draw_seed is not None,
+            COUNT_OPERATIONS: self.counts,
+        }
         self.engine = Engine(checkpoint, dtype=dtype, seed=seed, record_routes=True, **limits)
         if draw_seed is not None:
             self.engine.llm.apply_model(lambda model: draw_weights(model.core, draw_seed))
@@ -45,6 +51,14 @@ class ParityEngine:
     def model_runner(self) -> str:
         """Which of vLLM's model runners runs: "V1" or "V2"."""
         return self.engine.model_runner
+
+    def operations(self) -> dict[str, Any] | None:
+        """See `isomodels.parity.operations.answer`; None of several workers."""
+        if not self.counts:
+            return None
+        ask = self.engine.llm.collective_rpc
+        contract = Contract.from_json(ask("isomodels_contract")[0])
+        return answer(contract, ask("isomodels_served")[0])
 
     def run(
         self, requests: Sequence[Request], seed: int, graphs: bool

@@ -16,6 +16,7 @@ from isomodels.parity.run import (
     Report,
     Say,
     check_device,
+    check_operations,
     compare,
     empty_report,
     sample,
@@ -56,6 +57,7 @@ def run_forward_only(
         engine.result()
         report.model_runner = engine.call("model_runner")
         results = list(sample(report, PHASES[0], engine, source, say))
+        check_operations(report, {"engine": engine})
     say("the engine has ended; starting Megatron")
     with Remote(
         "trainer",
@@ -69,6 +71,7 @@ def run_forward_only(
         trainer.result()
         say("the trainer scores the same tokens")
         compare(report, PHASES[0], results, trainer)
+        check_operations(report, {"trainer": trainer})
     if (first := report.phases[PHASES[0]].first) is not None:
         report.place = Place(PHASES[0], first, None, ())
     return report

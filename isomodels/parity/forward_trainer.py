@@ -57,3 +57,5 @@ class ForwardTrainer(ParityTrainer):
 
     def __init__(self, config_folder: str, dtype: str, seed: int, max_tokens: int):
         self.trainer = ForwardPasses(config_folder, DTYPES[dtype], seed, max_tokens)
+        self.contract_args = config_folder, DTYPES[dtype]
+        self.count()

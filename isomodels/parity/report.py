@@ -42,6 +42,7 @@ def as_json(report: Report) -> dict[str, Any]:
             "losses": [loss if math.isfinite(loss) else str(loss) for loss in report.losses],
             "logprobs_changed": report.changed_by_update,
         },
+        "operations_served": report.served,
         "first_difference": _place(report),
         "stock": asdict(report.stock) if report.stock else None,
         "stock_needs": report.stock_needs,

@@ -3,7 +3,7 @@
 import math
 import platform
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from isomodels.config import read_config
+from isomodels.contract import contract_of
 from isomodels.errors import UnsupportedError
 from isomodels.megatron.layout import Degrees
 from isomodels.parity.cases import (
@@ -27,6 +28,7 @@ from isomodels.parity.cases import (
     different_bits,
     sequence,
 )
+from isomodels.parity.operations import operation_faults
 from isomodels.parity.ranks import Ranks
 from isomodels.parity.remote import ProcessError, Remote
 from isomodels.parity.stock import StockDifference, what_stock_lacks
@@ -86,6 +88,8 @@ class Report:
     place: Place | None = None
     stock: StockDifference | None = None
     stock_fault: str | None = None
+    served: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    operation_faults: list[str] = field(default_factory=list)
     stock_needs: str | None = None  # without which stock vLLM cannot run here
 
     @property
@@ -132,6 +136,7 @@ class Report:
             found.append(f"the losses are not finite: {self.losses}")
         if not self.changed_by_update and not self.forward_only:
             found.append("the optimizer steps changed no logprob")
+        found += self.operation_faults
         if self.stock_fault:
             found.append(self.stock_fault)
         return found
@@ -226,6 +231,7 @@ def run_parity(
         report.changed_by_update = int(changed.sum())
         engine.call("reload", str(updated))
         _phase(report, PHASES[1], engine, trainer, source, say)
+        check_operations(report, {"engine": engine, "trainer": trainer})
 
         if stock:
             say("stock vLLM against stock transformers, for comparison")
@@ -234,6 +240,16 @@ def run_parity(
             except ProcessError as error:  # all that was compared is still reported
                 report.stock_fault = f"the stock comparison failed: {error}"
     return report
+
+
+def check_operations(report: Report, sides: Mapping[str, Remote | Ranks]) -> None:
+    """Ask each side which operations served, and note what its contract does not request."""
+    requested = contract_of(Path(report.checkpoint), report.device)
+    for side, process in sides.items():
+        said = process.call("operations")
+        if said is not None:
+            report.served[side] = said["served"]
+            report.operation_faults += operation_faults(requested, side, said)
 
 
 def empty_report(checkpoint: Path, device: str, seed: int, workload: Workload) -> Report:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,9 +11,12 @@ import torch
 
 from isomodels.batch import Batch
 from isomodels.config import DTYPES
+from isomodels.contract import contract_of
+from isomodels.contract.served import ServedOperations
 from isomodels.layers.routes import record_routes
 from isomodels.megatron.layout import Degrees
 from isomodels.megatron.trainer import Trainer
+from isomodels.parity.operations import answer
 
 Sequences = Sequence[Sequence[int]]
 Logprobs = list[npt.NDArray[np.float32]]  # of each sequence
@@ -42,6 +46,21 @@ class ParityTrainer:
             max_tokens=max_tokens,
             layout=Degrees.parse(layout),
         )
+        self.contract_args: tuple[Any, ...] = (checkpoint, DTYPES[dtype])
+        self.count()
+
+    def count(self) -> None:
+        """Count operations from now on; a rank's parts have operations of their own."""
+        whole = self.trainer.layout.ranks == 1
+        self.served = ServedOperations(self.trainer.core) if whole else None
+
+    def operations(self) -> dict[str, Any] | None:
+        """See `isomodels.parity.operations.answer`; None of several ranks."""
+        if self.served is None:
+            return None
+        checkpoint, dtype = self.contract_args
+        device = self.trainer.core.head_weight.device
+        return answer(contract_of(Path(checkpoint), device, dtype=dtype), self.served)
 
     def cases(self, sequences: Sequences) -> tuple[dict[str, Logprobs], Routes]:
         """Logprobs of the same tokens in every way a trainer computes them, and their routes.

@@ -306,8 +306,9 @@ class Recorder:
 
     def _end_forward(self, _: Any, args: tuple, kwargs: Any, hidden: Any) -> None:
         if self._stop(hidden) and self.after_forward is not None:
+            ids, positions, batch = args
             with self.watched():
-                self.after_forward(*args, hidden)
+                self.after_forward(ids, positions, batch, hidden)
 
     def _begin_head(self, _: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         if self.armed and self.after_head is not None and self._run is None:

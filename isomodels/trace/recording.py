@@ -95,14 +95,14 @@ class Recording:
                     f"{_FORMAT}: record again"
                 )
             recording = Recording(
-                described["about"],
-                described["sequences"],
-                *(tensors[name] for name in _TOKEN_TENSORS),
-                [
+                about=described["about"],
+                sequences=described["sequences"],
+                entries=[
                     Entries(_form(one), tensors[f"tokens.{i}"], tensors[f"digests.{i}"])
                     for i, one in enumerate(described["forms"])
                 ],
-                described["weights"],
+                weights=described["weights"],
+                **{name: tensors[name] for name in _TOKEN_TENSORS},
             )
             recording.check(path)
             return recording
@@ -122,7 +122,7 @@ class Recording:
             TraceError: naming the first.
         """
         count = len(self.position)
-        sizes = {
+        sizes: dict[str, tuple[Tensor, tuple[int, ...]]] = {
             "sequence": (self.sequence, (count,)),
             "ids": (self.ids, (count,)),
             "history": (self.history, (count, 2)),
@@ -134,11 +134,11 @@ class Recording:
                 entry.tokens.max()
             ) < max(count, 1):
                 raise TraceError(f"{path}: tokens.{number} names a token that there is not")
-        for name, (tensor, shape) in sizes.items():
-            if tuple(tensor.shape) != shape or tensor.dtype != torch.int64:
+        for name, (tensor, wanted) in sizes.items():
+            if tuple(tensor.shape) != wanted or tensor.dtype != torch.int64:
                 raise TraceError(
                     f"{path}: {name} is {tensor.dtype} {list(tensor.shape)}, "
-                    f"not int64 {list(shape)}: the file was changed or cut"
+                    f"not int64 {list(wanted)}: the file was changed or cut"
                 )
         for entry in self.entries:
             for operation in entry.form.operations:
