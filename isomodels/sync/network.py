@@ -1,9 +1,10 @@
 """Weights through the network: one broadcast to all workers, which keep it aside until it is whole.
 
-A process group of its own over torch's gloo or NCCL, beside whatever groups trainer and engine
-have. A store at the trainer's address says who has come.
+A process group of its own over torch's gloo, beside whatever groups trainer and engine have, from
+host memory to host memory. A store at the trainer's address says who has come.
 """
 
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -31,7 +32,6 @@ class Network:
     Args:
         address: of this host, as the engine's workers reach it.
         workers: of the engine: tensor parallel size times the number of replicas.
-        backend: "gloo" through host memory, or "nccl" between GPUs, no two of one device.
         port: for the store; 0 takes a free one.
         timeout_s: after which one side gives the other up.
     """
@@ -43,13 +43,10 @@ class Network:
         address: str,
         workers: int,
         *,
-        backend: str = "gloo",
         port: int = 0,
         timeout_s: float = 300.0,
     ):
-        if backend not in ("gloo", "nccl"):
-            raise CheckpointError(f"no weights travel by {backend!r}: use 'gloo' or 'nccl'")
-        self.address, self.workers, self.backend = address, workers, backend
+        self.address, self.workers = address, workers
         self.port, self.timeout_s = port, timeout_s
         self._updates = 0
         self._group: Any = None
@@ -74,13 +71,12 @@ class Network:
             "address": self.address,
             "port": self._store.port,
             "size": 1 + self.workers,
-            "backend": self.backend,
             "timeout_s": self.timeout_s,
         }
         with ThreadPoolExecutor(1) as pool:
             answer = pool.submit(call, {"network": info})
             self._wait_for("joined", answer)
-            self._group = _group(self._store, 0, 1 + self.workers, self.backend, limit)
+            self._group = _group(self._store, 0, 1 + self.workers, limit)
             answer.result()
 
     @contextmanager
@@ -105,7 +101,7 @@ class Network:
             self._wait_for(f"ready/{self._updates}", answer)
             try:
                 for held in blocks:
-                    for part in _parts(byte_view(held.tensor).to(_place(self.backend))):
+                    for part in _parts(byte_view(held.tensor).cpu()):
                         _broadcast(self._group, part, self.timeout_s)
             except RuntimeError as error:
                 if answer.done():
@@ -151,7 +147,7 @@ class NetworkReceiver:
     damages = True
 
     def __init__(self, info: dict[str, Any], worker: int):
-        self.backend, self.timeout_s = info["backend"], info["timeout_s"]
+        self.timeout_s = info["timeout_s"]
         limit = timedelta(seconds=self.timeout_s)
         where = f"{info['address']}:{info['port']}"
         if 1 + worker >= info["size"]:
@@ -160,10 +156,12 @@ class NetworkReceiver:
                 "say so to Network(...)"
             )
         try:
+            # A store would wait for a trainer that has ended already.
+            socket.create_connection((info["address"], info["port"]), self.timeout_s).close()
             self._store = TCPStore(info["address"], info["port"], is_master=False, timeout=limit)
             self._store.add("joined", 1)
-            self._group = _group(self._store, 1 + worker, info["size"], self.backend, limit)
-        except RuntimeError as error:
+            self._group = _group(self._store, 1 + worker, info["size"], limit)
+        except (OSError, RuntimeError) as error:
             raise CheckpointError(
                 f"the trainer at {where} cannot be reached: {str(error).splitlines()[0]}"
             ) from None
@@ -176,10 +174,9 @@ class NetworkReceiver:
         yield self._received(sources[0]["update"], blocks)
 
     def _received(self, update: int, blocks: Sequence[Block]) -> Iterator[Tensor]:
-        place = _place(self.backend)
         try:
             self._store.add(f"ready/{update}", 1)
-            buffer = torch.empty(max(b.nbytes for b in blocks), dtype=torch.uint8, device=place)
+            buffer = torch.empty(max(b.nbytes for b in blocks), dtype=torch.uint8)
             for block in blocks:
                 data = buffer[: block.nbytes]
                 for part in _parts(data):
@@ -197,20 +194,9 @@ def _parts(data: Tensor) -> Iterator[Tensor]:
         yield data[start : start + _BUCKET]
 
 
-def _place(backend: str) -> torch.device:
-    if backend == "gloo":
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
-
-
-def _group(store: Any, rank: int, size: int, backend: str, limit: timedelta) -> Any:
+def _group(store: Any, rank: int, size: int, limit: timedelta) -> Any:
     """A process group that is no part of torch's global state."""
-    store = PrefixStore("weights", store)
-    if backend == "gloo":
-        return dist.ProcessGroupGloo(store, rank, size, limit)
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = limit
-    return dist.ProcessGroupNCCL(store, rank, size, options)
+    return dist.ProcessGroupGloo(PrefixStore("weights", store), rank, size, limit)
 
 
 def _broadcast(group: Any, data: Tensor, timeout_s: float) -> None:

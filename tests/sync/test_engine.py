@@ -1,13 +1,14 @@
 """Weights from a trainer into a running engine: contract first, all or nothing, equal bits."""
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
+
+pytest.importorskip("vllm", reason="vllm is not installed")
 
 from isomodels.contract import Contract, contract_of
 from isomodels.errors import CheckpointError, ContractError
@@ -16,32 +17,9 @@ from isomodels.sync import WeightSender, digest
 from isomodels.sync.blocks import Block, Whole
 from isomodels.vllm import Engine, LLMSyncClient, Request, weight_transfer
 from isomodels.vllm.incoming import check_blocks
-from tests.checkpoints import make_qwen3
 from tests.vllm.support import assert_equal_bits, draw, load_core
 
 PROMPTS = [draw(60, 1), draw(33, 2), draw(7, 3)]
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    return [
-        make_qwen3(tmp_path_factory.mktemp("sync") / str(seed), torch.bfloat16, seed=seed)
-        for seed in (0, 1)
-    ]
-
-
-@pytest.fixture(scope="module")
-def engine(folders: list[Path]) -> Iterator[Engine]:
-    with Engine(
-        folders[0],
-        dtype="bfloat16",
-        max_model_len=256,
-        num_gpu_blocks_override=64,
-        block_size=16,
-        enable_prefix_caching=True,
-        weight_transfer_config={"backend": "isomodels"},
-    ) as engine:
-        yield engine
 
 
 def weights(folder: Path) -> dict[str, Tensor]:
