@@ -20,11 +20,8 @@ LIMITS = {
     "enable_prefix_caching": True,
     "skip_tokenizer_init": True,
 }
-HYBRID = {
-    "full_attention_interval": 2,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-}
+HYBRID = {"full_attention_interval": 2, "linear_num_value_heads": 4}
+EXPERTS = {"enable_expert_parallel": True}
 LENGTHS = (5, 70, 33, 20, 100)  # within a chunk and beyond, shared by decodes
 
 
@@ -42,31 +39,34 @@ def requests(vocab_size: int) -> list[Request]:
 
 
 CASES = [
-    ("Qwen3ForCausalLM", {}),
-    ("Glm4MoeLiteForCausalLM", {"enable_expert_parallel": True}),
-    ("Qwen3_5MoeForCausalLM", {"enable_expert_parallel": True}),
+    ("Qwen3ForCausalLM", 2, {}),
+    ("Glm4MoeLiteForCausalLM", 2, EXPERTS),
+    ("Qwen3_5MoeForCausalLM", 2, EXPERTS),
     *[
-        pytest.param(name, how, marks=pytest.mark.slow)
-        for name, how in (
-            ("MiMoForCausalLM", {}),
-            ("Qwen3MoeForCausalLM", {}),
-            ("Qwen3MoeForCausalLM", {"enable_expert_parallel": True}),
-            ("Glm4MoeLiteForCausalLM", {}),
-            ("DeepseekV3ForCausalLM", {"enable_expert_parallel": True}),
-            ("Qwen3_5ForCausalLM", {}),
-            ("Qwen3NextForCausalLM", {}),
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in (
+            ("MiMoForCausalLM", 2, {}),
+            ("Qwen3MoeForCausalLM", 2, {}),
+            ("Qwen3MoeForCausalLM", 2, EXPERTS),
+            ("Glm4MoeLiteForCausalLM", 2, {}),
+            ("DeepseekV3ForCausalLM", 2, EXPERTS),
+            ("Qwen3_5ForCausalLM", 2, {}),
+            ("Qwen3_5MoeForCausalLM", 4, EXPERTS),
+            ("Qwen3NextForCausalLM", 2, {}),
         )
     ],
 ]
 
 
-@pytest.mark.parametrize(("architecture", "how"), CASES)
-def test_two_workers_give_the_bits_of_the_module(tiny, architecture, how):
+@pytest.mark.parametrize(("architecture", "workers", "how"), CASES)
+def test_workers_give_the_bits_of_the_module(tiny, architecture, workers, how):
     hybrid = architecture.startswith(("Qwen3_5", "Qwen3Next"))
-    path = tiny(architecture, "bfloat16", **(HYBRID if hybrid else {}))
+    # few key heads: a block, which is as long as a state is large, is to fit into a prompt
+    fields = {**HYBRID, "linear_num_key_heads": workers} if hybrid else {}
+    path = tiny(architecture, "bfloat16", **fields)
     core = load_checkpoint(path).requires_grad_(False)
     with Engine(
-        path, dtype="bfloat16", record_routes=True, tensor_parallel_size=2, **how, **LIMITS
+        path, dtype="bfloat16", record_routes=True, tensor_parallel_size=workers, **how, **LIMITS
     ) as engine:
         results = engine.run(requests(core.config.vocab_size), seed=3)
         repeated = engine.run(requests(core.config.vocab_size), seed=3)  # prefixes are cached now
