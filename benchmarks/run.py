@@ -26,6 +26,7 @@ MODULES = (
     "moe",
     "attention",
     "mla",
+    "gated_delta",
     "engine",
     "train_step",
 )
