@@ -56,7 +56,7 @@ def check_tensors(
     if missing:
         problems.append(f"{_count(missing)} missing: {shorten(missing)}")
     if left_over:
-        problems.append(f"{_count(left_over)} left over: {shorten(left_over)}")
+        problems.append(f"{_count(left_over)} left over: {shorten(left_over)}{_remedy(left_over)}")
     if shapes:
         problems.append(f"wrong shape: {shorten(shapes)}")
     for wanted, names in mistyped.items():
@@ -256,6 +256,13 @@ def _sources(rules: Sequence[Resolved]) -> dict[str, Source]:
                 raise ValueError(f"two rules use {source.name}")
             expected[source.name] = source
     return expected
+
+
+def _remedy(left_over: Collection[str]) -> str:
+    """Qwen3-Next is released with tensors of a layer that its config.json does not mention."""
+    if all(name.startswith("mtp.") for name in left_over):
+        return " (to carry them, say mtp_num_hidden_layers in config.json: 1 as released)"
+    return ""
 
 
 def _count(names: Collection[str]) -> str:

@@ -51,6 +51,18 @@ def test_row_54_of_the_field_reports_every_tensor_finds_its_place(checkpoint, na
         assert_same_bits(loaded[key], tensor, key)
 
 
+def test_mtp_tensors_that_the_config_does_not_mention_have_a_remedy(checkpoint, tmp_path):
+    folder = checkpoint("qwen3_5", torch.bfloat16)
+    save_file(tensors_of(folder), tmp_path / "model.safetensors", metadata={"format": "pt"})
+    raw = json.loads((folder / "config.json").read_text())
+    del raw["mtp_num_hidden_layers"]
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(CheckpointError, match=r"left over: mtp.*say mtp_num_hidden_layers in"):
+        open_checkpoint(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"mtp_num_hidden_layers": 1}))
+    open_checkpoint(tmp_path)
+
+
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @pytest.mark.parametrize("change", ["missing", "left over", "misshapen"])
 def test_row_54_of_the_field_reports_a_wrong_tensor_is_named(checkpoint, tmp_path, name, change):
