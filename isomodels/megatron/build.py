@@ -67,6 +67,13 @@ def _stages() -> Iterator[tuple[bool, bool, int | None]]:
         yield first and number == 0, last and number == virtual - 1, number
 
 
+def in_dtype(config: Any, model: "IsoLanguageModel") -> Any:
+    """A model of bf16 in Megatron's wrapper for such; one of fp32 as it is."""
+    from megatron.core.transformer.module import Float16Module
+
+    return Float16Module(config, model) if config.bf16 else model
+
+
 def wrap_models(
     models: "Sequence[IsoLanguageModel]", *, distributed_optimizer: bool, overlap: bool
 ) -> list[Any]:
@@ -76,7 +83,6 @@ def wrap_models(
         DistributedDataParallelConfig,
         finalize_model_grads,
     )
-    from megatron.core.transformer.module import Float16Module
 
     config = models[0].config
     wrapped = [
@@ -88,7 +94,7 @@ def wrap_models(
                 overlap_grad_reduce=overlap,
                 overlap_param_gather=overlap and distributed_optimizer,
             ),
-            module=Float16Module(config, model) if config.bf16 else model,
+            module=in_dtype(config, model),
             disable_bucketing=number > 0,  # as in Megatron's own set-up of virtual stages
         )
         for number, model in enumerate(models)

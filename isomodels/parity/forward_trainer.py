@@ -29,8 +29,7 @@ class ForwardPasses(Scoring):
 
     def __init__(self, config_folder: str, dtype: torch.dtype, seed: int, max_tokens: int):
         start_process()
-        from megatron.core.transformer.module import Float16Module
-
+        from isomodels.megatron.build import in_dtype
         from isomodels.megatron.provider import model_provider, transformer_config
 
         self.layout, self.recompute, self.max_tokens = Degrees(), False, max_tokens
@@ -39,7 +38,7 @@ class ForwardPasses(Scoring):
         model = model_provider(config_folder, load_weights=False)(config=config)
         draw_weights(model.core, seed)
         self.models = [model]
-        self.wrapped = [Float16Module(config, model) if config.bf16 else model]
+        self.wrapped = [in_dtype(config, model)]
 
     def _run(self, packs: list[Pack], **options: Any) -> list[Tensor]:
         return super()._run(packs, **{**options, "forward_only": True})
