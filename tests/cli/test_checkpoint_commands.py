@@ -229,7 +229,7 @@ def test_inspect(checkpoint: Path, tmp_path: Path) -> None:
     whole, *parts = here["memory"]
     assert (whole["engine"], whole["trainer"]) == (2 * count, 18 * count)
     assert whole["trainer_sharded"] == 6 * count + 12 * count // 8
-    assert [row["tensor_parallel"] for row in parts] == [2, 4, 8]
+    assert [row["tensor_parallel"] for row in parts] == [2, 4]  # it has 4 heads
     norms = 2 * (2 * 64 + 2 * 16) + 64  # each rank has them whole
     assert parts[0]["engine"] == 2 * (norms + (count - norms) // 2 + rows_beyond_half(1003) * 64)
 

@@ -75,7 +75,6 @@ CASES = [
     ("megatron", "hf", ""),
     ("hf", "hf", "fused"),
     ("fused", "hf", "apart"),
-    ("fused", "megatron", ""),
     ("megatron", "hf", "fused"),
 ]
 
