@@ -17,20 +17,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 SMALL = ["--prompts", "4", "--group", "8", "--device", "cpu"]
 ENVIRONMENT = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"}
-# Runs the example with one schedule constant of the trainer's process changed.
-CHANGED = """
-import runpy, sys
-from dataclasses import replace
-import isomodels.kernels.attention
-from isomodels.kernels.schedule import SCHEDULES
-sys.argv = sys.argv[1:]
-if __name__ == "__main__":
-    old = SCHEDULES["attention", "torch"]
-    name = next(name for name, value in old.constants.items() if isinstance(value, int))
-    constants = {**old.constants, name: old.constants[name] + 1}
-    SCHEDULES["attention", "torch"] = replace(old, constants=constants)
-    runpy.run_path(sys.argv[0], run_name="__main__")
-"""
 
 
 @pytest.fixture(scope="module")
@@ -111,21 +97,3 @@ def test_another_engine_is_seen_at_the_first_step(base: Path, tmp_path: Path):
     stock = run(base, tmp_path, "--steps", "2", "--engine", "vllm")
     assert stock.returncode != 0
     assert "RatioError: step 0:" in stock.stderr
-
-
-def test_another_schedule_of_the_trainer_stops_before_the_first_sync(base: Path, tmp_path: Path):
-    script = tmp_path / "changed.py"
-    script.write_text(CHANGED)
-    first, *arguments = command(base, tmp_path / "out", "--steps", "1")
-    done = subprocess.run(
-        [first, str(script), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env=ENVIRONMENT,
-        check=False,
-    )
-    assert done.returncode != 0
-    assert "trainer and engine differ in numerical_policy" in done.stderr
-    assert "attention" in done.stderr
-    assert not (tmp_path / "out" / "log.jsonl").exists()
