@@ -11,7 +11,6 @@ from torch import Tensor
 from isomodels.contract import Contract
 from isomodels.errors import CheckpointError, IsoError
 from isomodels.sync.blocks import Block, Held, as_blocks
-from isomodels.sync.cuda_ipc import CudaIpc
 from isomodels.sync.digest import digests
 from isomodels.sync.shared import SharedMemory
 from isomodels.sync.transport import Offer, Transport
@@ -66,8 +65,8 @@ class WeightSender:
     Args:
         client: the engine's control; see `SyncClient`. None on ranks of a group but the first.
         contract: the trainer's; an engine whose contract gives other bits refuses here.
-        transport: `SharedMemory`, `CudaIpc` or `Network`; by default CUDA IPC for weights on a
-            GPU and shared memory for others, both for engines of the same host.
+        transport: `SharedMemory` (the default) or `CudaIpc`, for engines of the same host, or
+            `Network`.
         group: torch.distributed's group of the ranks that send blocks together, over a backend
             that takes objects; all of them make a WeightSender. None: this process sends all.
 
@@ -118,7 +117,7 @@ class WeightSender:
         start = time.perf_counter()
         names = self.contract.semantic["parameters"]
         blocks = [held for held in as_blocks(weights or ()) if held.name in names]
-        transport = self.transport or _chosen(blocks)
+        transport = self.transport or SharedMemory()
         with transport.offer(blocks) as offer:
             told = self._gathered(transport.name, blocks, offer)
             problem = None
@@ -213,8 +212,3 @@ def _joined(told: list[_Told]) -> Iterable[Block]:
         for block in rank.blocks:
             yield Block(**{**vars(block), "source": first + block.source})
         first += len(rank.sources)
-
-
-def _chosen(blocks: list[Held]) -> Transport:
-    on_gpu = bool(blocks) and all(held.tensor.is_cuda for held in blocks)
-    return CudaIpc() if on_gpu else SharedMemory()

@@ -120,12 +120,12 @@ def _patch_engine_core() -> None:
             if method not in _SYNC:
                 return original(self, method, timeout, args, kwargs)
             answers = original(self, SyncCall(method), timeout, args, kwargs)
-            for answer in answers:
-                if isinstance(answer, Exception):
-                    raise answer
+            for _, error in answers:
+                if error is not None:
+                    raise error
             if method == "update_weights":
                 self.set_weight_version((kwargs or {})["update_info"]["version"])
-            return answers
+            return [answer for answer, _ in answers]
         finally:
             if method in _WEIGHT_CHANGES:
                 self.reset_prefix_cache(reset_running_requests=True)
@@ -134,25 +134,28 @@ def _patch_engine_core() -> None:
 
 
 class SyncCall:
-    """A worker's method, whose exception is an answer."""
+    """A worker's method that gives (answer, None) or (None, exception).
+
+    Not the exception itself: vLLM would take it for its worker's failure.
+    """
 
     def __init__(self, method: str):
         self.method = method
 
-    def __call__(self, worker: Any, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, worker: Any, *args: Any, **kwargs: Any) -> tuple[Any, Exception | None]:
         """In one worker."""
         worker = getattr(worker, "worker", worker)  # vLLM's wrapper of it
         if self.method == "init_weight_transfer_engine":
             worker._weight_update_active = False
         try:
-            return getattr(worker, self.method)(*args, **kwargs)
+            return getattr(worker, self.method)(*args, **kwargs), None
         except Exception as error:
             worker._weight_update_active = False
             try:
                 pickle.loads(pickle.dumps(error))
             except Exception:  # it could not reach another process
-                return HostError(f"{type(error).__name__}: {error}")
-            return error
+                return None, HostError(f"{type(error).__name__}: {error}")
+            return None, error
 
 
 def _check_reload(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
