@@ -229,6 +229,8 @@ def _check_written(
         # of the module itself where there is one: to part and join it again takes its size twice
         module = written.module or JoinedTensors(written.rules, written.tensors)
         back = SplitTensors(rules, module)
+    if isinstance(plan.tensors, SplitTensors):
+        plan.tensors.let_go()  # what was written last would lie in memory beside what is compared
     different = []
     for rule in rules:
         for name in (source.name for source in rule.sources):

@@ -238,9 +238,13 @@ class SplitTensors(LazyTensors):
     def __getitem__(self, name: str) -> Tensor:
         rule = self._rules[name]
         if self._last[0] is not rule:
-            self._last = (None, {})  # let go of one before reading the next
+            self.let_go()  # of one before reading the next
             self._last = (rule, _named(rule, self._module[rule.name]))
         return self._last[1][name]
+
+    def let_go(self) -> None:
+        """Keep no tensor."""
+        self._last = (None, {})
 
 
 def _named(rule: Stored, tensor: Tensor) -> dict[str, Tensor]:
