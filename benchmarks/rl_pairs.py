@@ -188,14 +188,14 @@ class Ours(Pair):
         self.policy = grpo.Policy(self.trainer)
         return f"megatron-core {check_megatron()}"
 
-    def connect(self, transport: Any = None) -> None:
+    def connect(self) -> None:
         from isomodels.contract import contract_of
         from isomodels.sync import WeightSender
         from isomodels.vllm import LLMSyncClient
 
         contract = contract_of(self.checkpoint, self.work.device, dtype=torch.bfloat16)
         client = LLMSyncClient(self.rollouts.llm)
-        self.policy.sender = WeightSender(client, contract, transport)
+        self.policy.sender = WeightSender(client, contract)
 
     def update(self, samples: Sequence[grpo.Sample]) -> grpo.Update:
         return self.policy.update(samples)
@@ -203,15 +203,6 @@ class Ours(Pair):
     def send(self) -> None:
         if self.policy.sender is None:
             self.connect()
-            try:
-                self.policy.send()
-            except Exception:  # a machine without CUDA IPC: the next best way, and it is told
-                from isomodels.sync import SharedMemory
-
-                self.sync_failed = traceback.format_exc()[-600:]
-                self.connect(SharedMemory())
-                self.policy.send()
-            return
         self.policy.send()
 
 
