@@ -16,6 +16,7 @@ import torch
 from isomodels.config import read_config
 from isomodels.contract import contract_of
 from isomodels.errors import UnsupportedError
+from isomodels.layers.parallel import ExpertParallel, Layout, TensorParallel, check_layout
 from isomodels.megatron.layout import Degrees
 from isomodels.parity.cases import (
     MIN_COMPARED,
@@ -179,6 +180,9 @@ def run_parity(
     workload = report.workload
     report.trainer_layout, report.engine_layout = str(trainer_layout), str(engine_layout)
     spec, config = read_config(checkpoint)
+    for degrees in (trainer_layout, engine_layout):
+        experts = ExpertParallel(size=degrees.ep)
+        check_layout(config, Layout(TensorParallel(size=degrees.tp), experts))
     report.stock_needs = what_stock_lacks(spec, config, device) if stock else None
     stock = stock and report.stock_needs is None
     with ExitStack() as stack:

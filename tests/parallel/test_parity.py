@@ -43,3 +43,18 @@ def test_any_trainer_layout_against_any_engine_layout(tiny, architecture, traine
 def test_layouts_that_an_engine_does_not_have(layout):
     with pytest.raises(UnsupportedError, match="an engine takes tpN, or tpN,epN"):
         check_engine_layout(Degrees.parse(layout))
+
+
+@pytest.mark.parametrize("side", ["trainer_layout", "engine_layout"])
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [("tp3", "tensor parallelism of 3 .* use "), ("tp2,ep2", "the model has no experts, use 1")],
+)
+def test_degrees_that_do_not_divide_are_refused_before_anything_starts(tiny, side, layout, words):
+    checkpoint = tiny("Qwen3ForCausalLM", "bfloat16")
+    with pytest.raises(UnsupportedError, match=words):
+        run_parity(checkpoint, say=_must_not_start, **{side: Degrees.parse(layout)})
+
+
+def _must_not_start(message: str) -> None:
+    raise AssertionError(message)
