@@ -199,6 +199,7 @@ def test_graphs_without_digests_are_refused():
 
 def test_megatron_and_the_engine_by_the_command(tmp_path, engine):
     """One command a side, one for the difference: here the engine's side is this process's."""
+    engine.llm.reset_prefix_cache()
     sequences, _ = recorded(engine, tmp_path / "engine", REQUESTS[:2])
     (tmp_path / "ids.json").write_text(json.dumps(sequences))
     command = [ISOMODELS, "trace", "record", str(TRAINED), str(tmp_path / "trainer")]
