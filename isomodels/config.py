@@ -113,6 +113,11 @@ class DenseConfig(BaseModel):
         return DTYPES[self.dtype]
 
     @property
+    def common_head_dim(self) -> int | None:
+        """Size of a head's queries, keys and values; None where they have no common one."""
+        return self.head_dim
+
+    @property
     def routing(self) -> Routing | None:
         """How tokens go to experts; None where there are none."""
         return None

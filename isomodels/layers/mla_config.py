@@ -117,6 +117,11 @@ class LatentMoEConfig(MoEConfig):
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     @property
+    def common_head_dim(self) -> None:
+        """See `DenseConfig`: scores are those of latents, whatever a head's size is."""
+        return None
+
+    @property
     def routing(self) -> Routing:
         """How tokens go to experts."""
         return Routing(

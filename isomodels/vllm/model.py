@@ -59,7 +59,7 @@ class IsoModelsForCausalLM(nn.Module):
         require_validated(
             device,
             dtype=dtype,
-            head_dim=self.config.head_dim,
+            head_dim=self.config.common_head_dim,
             operators=operators_of(self.spec, self.config, dtype, device, "paged"),
             trains=False,
         )

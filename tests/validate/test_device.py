@@ -1,12 +1,16 @@
 """Refusals: one sentence that names the thing and the remedy."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
+from isomodels.config import read_config
 from isomodels.errors import UnsupportedError
 from isomodels.validate import device
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+CONFIGS = Path(__file__).parent.parent / "data" / "configs"
 
 
 @pytest.mark.parametrize("capability", [(3, 5), (7, 0), (7, 5)])
@@ -61,8 +65,11 @@ def test_a_dtype_without_a_kernel(where: torch.device) -> None:
         device.refuse_model(where, dtype=torch.float16, head_dim=128)
 
 
-def test_models_without_such_heads() -> None:
-    device.refuse_model(CUDA, dtype=torch.bfloat16, head_dim=None)
+@pytest.mark.parametrize("folder", sorted(CONFIGS.iterdir()), ids=lambda folder: folder.name)
+def test_published_models_have_kernels(folder: Path) -> None:
+    pytest.importorskip("triton")
+    _, config = read_config(folder)
+    device.refuse_model(CUDA, dtype=torch.bfloat16, head_dim=config.common_head_dim)
 
 
 def test_devices_that_are_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
