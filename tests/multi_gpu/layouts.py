@@ -18,7 +18,7 @@ import torch
 
 from isomodels.config import load_config_dict, read_config
 from isomodels.contract.operations import operators_of
-from isomodels.kernels.row_linear import LEAVES
+from isomodels.layers.parallel import expert_degrees, tensor_degrees
 from isomodels.megatron.layout import Degrees
 from isomodels.parity.cases import sequence
 from isomodels.parity.checkpoints import random_checkpoint, tiny_config
@@ -77,23 +77,30 @@ class Model:
         return random_checkpoint(folder, {**raw, **self.fields}, "bfloat16", SEED, device)
 
 
-def trainer_layouts(gpus: int, experts: bool) -> list[str]:
-    """The first is that of one process."""
-    found = ["tp1", "tp2", "tp2,sp", "pp2", "dp2"]
-    if experts:
-        found += ["dp2,ep2", "tp2,sp,ep2"]
-    if gpus >= 4:
-        found += ["tp4", "tp2,sp,pp2", "tp2,dp2"]
-        if experts:
-            found += ["tp2,dp2,ep2", "dp4,ep4"]
-    return found
+# The first is that of one process.
+_TRAINERS = (
+    *("tp1", "tp2", "tp2,sp", "pp2", "dp2", "dp2,ep2", "tp2,sp,ep2"),
+    *("tp4", "tp2,sp,pp2", "tp2,dp2", "tp2,dp2,ep2", "dp4,ep4", "tp2,sp,dp2,ep4"),
+    *("tp8", "tp4,sp,pp2", "tp2,sp,pp2,dp2", "tp4,sp,dp2,ep8"),
+)
 
 
-def engine_layouts(gpus: int, experts: bool) -> list[str]:
-    """The first is that of one process."""
-    degrees = [n for n in (2, 4) if n <= min(gpus, LEAVES)]
-    found = ["tp1", *(f"tp{n}" for n in degrees)]
-    return found + [f"tp{n},ep{n}" for n in degrees if experts]
+def trainer_layouts(gpus: int, config: Any) -> list[str]:
+    """Those that so many GPUs and the model's config allow."""
+    tensor, experts = tensor_degrees(config), expert_degrees(config)
+    degrees = {layout: Degrees.parse(layout) for layout in _TRAINERS}
+    return [
+        layout
+        for layout, one in degrees.items()
+        if one.ranks <= gpus and one.tp in tensor and one.ep in experts
+    ]
+
+
+def engine_layouts(gpus: int, config: Any) -> list[str]:
+    """The same of an engine, which shares experts among all of its workers or cuts none."""
+    found = [n for n in tensor_degrees(config) if n <= gpus]
+    shared = [n for n in expert_degrees(config) if n > 1 and n in found]
+    return [*(f"tp{n}" for n in found), *(f"tp{n},ep{n}" for n in shared)]
 
 
 @dataclass
@@ -170,7 +177,7 @@ def run(
     source = PromptSource(path, config.vocab_size, SEED)
     # the rounds of a GPU; without the crowd, which preempts
     asked = [one for one in rounds(source, "cuda", workload) if one.requests]
-    experts = config.routing is not None
+    trained = trainer_layouts(gpus, config)
     with ExitStack() as stack:
         engines = {
             layout: stack.enter_context(
@@ -185,10 +192,10 @@ def run(
                     layout=layout,
                 )
             )
-            for layout in engine_layouts(gpus, experts)
+            for layout in engine_layouts(gpus, config)
         }
         trainers = _Trainers(stack, str(path), config.dtype, end, say)
-        trainers.start(trainer_layouts(gpus, experts))
+        trainers.start(trained)
         dumps: dict[tuple[str, str], Dump] = {}
         threads = []
         for layout, engine in engines.items():
@@ -204,7 +211,7 @@ def run(
             sampled = next((one for one in dumps.values() if not one.error), Dump())
         prompts = [list(request.prompt) for one in asked for request in one.requests]
         sequences = [ids.tolist() for ids in sampled.tokens or ()] or prompts
-        for layout in trainer_layouts(gpus, experts):
+        for layout in trained:
             dumps["trainer", layout] = trainers.dump(layout, sequences)
         for thread in threads:
             thread.join()
@@ -219,7 +226,7 @@ def _prove(spec: Any, config: Any) -> None:
         require_validated(
             device,
             dtype=config.torch_dtype,
-            head_dim=config.head_dim,
+            head_dim=config.common_head_dim,
             operators=operators_of(spec, config, config.torch_dtype, device, kind),
             trains=trains,
         )
@@ -243,9 +250,11 @@ def _dump_engine(
         _fill(dump, [result for _, results in made for result in results])
     except Exception as error:  # the other layouts are still compared
         dump.error = f"{type(error).__name__}: {error}"
+        engine.kill()  # it may hang
     finally:
         timer.cancel()
     dump.seconds = time.monotonic() - begin
+    engine.close()  # the trainers need its memory
     say(f"{engine.name} done {dump.error}")
 
 

@@ -1,5 +1,6 @@
 """One rank that runs a Megatron trainer in one layout after another; see layouts.py."""
 
+import gc
 from collections.abc import Sequence
 
 import torch
@@ -24,5 +25,6 @@ class LayoutRank:
         finally:
             trainer.close()
             del trainer
+            gc.collect()  # what cycles hold would be missing to the next layout
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()

@@ -1,11 +1,14 @@
 """The comparison of dumps sees a single bit, a missing layout, other tokens and another expert."""
 
+import time
+
 import numpy as np
 import pytest
 
 pytest.importorskip("vllm", reason="vllm is not installed")
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
+from isomodels.config import read_config
 from isomodels.vllm.results import Result, Token
 from tests.multi_gpu import layouts
 from tests.multi_gpu.layouts import Dump, compare, engine_layouts, trainer_layouts
@@ -63,11 +66,40 @@ def test_other_tokens_another_expert_and_no_reference(dumps):
     assert line(dumps).error == "no trainer to compare with"
 
 
+def config_of(name):
+    return read_config(layouts.CONFIGS / name)[1]
+
+
 def test_layouts_of_so_many_gpus():
-    assert engine_layouts(2, experts=False) == ["tp1", "tp2"]
-    assert engine_layouts(8, experts=True) == ["tp1", "tp2", "tp4", "tp2,ep2", "tp4,ep4"]
-    for gpus in (2, 4):
-        for experts in (False, True):
-            ranks = [layouts.Degrees.parse(one).ranks for one in trainer_layouts(gpus, experts)]
-            assert ranks[0] == 1
-            assert max(ranks) == gpus
+    dense, experts = config_of("qwen3-8b"), config_of("qwen3-30b-a3b")
+    assert engine_layouts(2, dense) == ["tp1", "tp2"]
+    assert engine_layouts(4, experts) == ["tp1", "tp2", "tp4", "tp2,ep2", "tp4,ep4"]
+    assert engine_layouts(8, dense) == ["tp1", "tp2", "tp4", "tp8"]
+    # 20 heads, which eight ranks do not divide
+    assert engine_layouts(8, config_of("glm-4.7-flash"))[:3] == ["tp1", "tp2", "tp4"]
+    for gpus in (2, 4, 8):
+        for config in (dense, experts):
+            degrees = [layouts.Degrees.parse(one) for one in trainer_layouts(gpus, config)]
+            assert degrees[0].ranks == 1
+            assert max(one.ranks for one in degrees) == gpus
+            assert max(one.ep for one in degrees) == (gpus if config is experts else 1)
+
+
+def test_an_engine_ends_as_soon_as_its_dump_is_there():
+    """The trainers need its memory."""
+    for fault in ("", "the process failed"):
+        calls, dump = [], Dump()
+
+        class Engine:
+            name = "engine"
+
+            def result(self, fault=fault):
+                if fault:
+                    raise RuntimeError(fault)
+
+            def __getattr__(self, name, calls=calls):
+                return lambda: calls.append(name)
+
+        layouts._dump_engine(Engine(), [], dump, time.monotonic() + 10, lambda _: None)
+        assert calls == (["kill", "close"] if fault else ["close"])
+        assert fault in dump.error
