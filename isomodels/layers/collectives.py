@@ -30,9 +30,9 @@ from isomodels.kernels.vocab_parallel import (
 )
 from isomodels.layers.parallel import ExpertParallel, Shard, TensorParallel, ranks_of_leaf
 
-# Bytes of a rank's message up to which one collective beats two that move less. Free: no bit
-# depends on it.
-SMALL_MESSAGE = 256 * 1024
+# Bytes that a rank receives up to which one collective beats two that move less: row "exchange" of
+# benchmarks/h200_x2.md. Free: no bit depends on it.
+SMALL_MESSAGE = 1 << 20
 
 Fold = Callable[[Tensor], Tensor]  # [n, T, ...] -> [T, ...]
 
@@ -87,7 +87,7 @@ def combine(
         [T, ...], or [t, ...] with `scatter`.
     """
     rows, ranks = len(x), parallel.size
-    if not scatter and x.nbytes <= SMALL_MESSAGE:
+    if not scatter and (ranks - 1) * x.nbytes <= SMALL_MESSAGE:
         return fold(all_gather(x, parallel)).to(dtype)
     slice_rows = -(-rows // ranks)
     if missing := slice_rows * ranks - rows:

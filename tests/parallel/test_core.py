@@ -129,7 +129,7 @@ def test_gradients_over_ranks(four_ranks, tiny, architecture, size, sequence):
 @pytest.mark.parametrize("size", [2, 4])
 def test_bytes_on_the_wire(four_ranks, size):
     """Large messages cost 1.5 times a ring all-reduce in bfloat16, small ones one gather."""
-    rows, columns = 256, 1024
+    rows, columns = 512, 1024
     four_ranks.submit("traffic", size, rows, columns)
     ring = 2 * (size - 1) * rows * columns * 2 // size
     assert [b for b in four_ranks.results() if b is not None] == [3 * ring // 2] * size
