@@ -7,14 +7,14 @@ import torch
 from tests.checkpoints import make_qwen3
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Two checkpoints of one config."""
     root = tmp_path_factory.mktemp("sync")
     return [make_qwen3(root / str(seed), torch.bfloat16, seed=seed) for seed in (0, 1)]
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def engine(folders: list[Path]) -> Iterator[object]:
     """An engine of the first, in this process."""
     pytest.importorskip("vllm", reason="vllm is not installed")
