@@ -29,6 +29,7 @@ MODULES = (
     "gated_delta",
     "engine",
     "train_step",
+    "sync",
 )
 HERE = Path(__file__).parent
 

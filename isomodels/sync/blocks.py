@@ -1,7 +1,7 @@
 """What a sync tells of the weights: blocks of whole tensors, and where the bytes of each lie."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -84,7 +84,7 @@ class Block:
 
     def to_json(self) -> dict[str, Any]:
         """For a message."""
-        return asdict(self)
+        return dict(vars(self))  # dataclasses.asdict would copy each field deeply
 
     @property
     def torch_dtype(self) -> torch.dtype:

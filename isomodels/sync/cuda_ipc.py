@@ -22,8 +22,15 @@ from isomodels.sync.transport import Alone, Offer, Places
 
 _HANDLE_BYTES = 64
 _LAZY_PEER_ACCESS = 1
-# A handle cannot be opened by the process that made it; there the address itself will do.
-_PROCESS = uuid.uuid4().hex
+_IMPORTED = uuid.uuid4().hex
+
+
+def _process() -> str:
+    """Names this process: a handle cannot be opened by the one that made it.
+
+    There the address itself will do. A forked engine has the trainer's modules, but not its number.
+    """
+    return f"{_IMPORTED}-{os.getpid()}"
 
 
 class _Handle(ctypes.Structure):
@@ -57,7 +64,8 @@ class CudaIpc(Alone):
             if base not in sources:
                 numbers[base] = len(sources)
                 sources[base] = {
-                    "process": _PROCESS,
+                    "process": _process(),
+                    "device": tensor.device.index,
                     "handle": base64.b64encode(_exported(base, tensor.device)).decode(),
                     "base": base,
                     "bytes": size,
@@ -92,8 +100,9 @@ class CudaIpcReceiver:
 
 @contextmanager
 def _opened(source: dict[str, Any], device: torch.device) -> Iterator[Tensor]:
-    if source["process"] == _PROCESS:
-        yield _bytes_at(source["base"], source["bytes"], device)
+    if source["process"] == _process():
+        own = torch.device("cuda", source["device"])
+        yield _bytes_at(source["base"], source["bytes"], own)
         return
     handle = _Handle()
     data = base64.b64decode(source["handle"])
@@ -101,7 +110,7 @@ def _opened(source: dict[str, Any], device: torch.device) -> Iterator[Tensor]:
     address = ctypes.c_uint64()
     _call(
         "the trainer's weights cannot be mapped: it has ended, or its GPU is out of this one's "
-        "reach, for which there is isomodels.sync.SharedMemory",
+        "reach, for which there are isomodels.sync.SharedMemory and, on another host, Network",
         "cuIpcOpenMemHandle_v2",
         ctypes.byref(address),
         handle,
@@ -135,8 +144,7 @@ def _exported(base: int, device: torch.device) -> bytes:
     with torch.cuda.device(device):
         _call(
             "the trainer's GPU memory has no handle for other processes: unset "
-            "expandable_segments in PYTORCH_CUDA_ALLOC_CONF "
-            f"({os.environ.get('PYTORCH_CUDA_ALLOC_CONF', 'not set')}), or send through "
+            "expandable_segments in PYTORCH_ALLOC_CONF (PYTORCH_CUDA_ALLOC_CONF), or send through "
             "isomodels.sync.SharedMemory",
             "cuIpcGetMemHandle",
             ctypes.byref(handle),

@@ -1,7 +1,8 @@
 """The trainer's side: contract first, then weights."""
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from isomodels.contract import Contract
 from isomodels.errors import CheckpointError, IsoError
 from isomodels.sync.blocks import Block, Held, as_blocks
+from isomodels.sync.cuda_ipc import CudaIpc
 from isomodels.sync.digest import digests
 from isomodels.sync.shared import SharedMemory
 from isomodels.sync.transport import Offer, Transport
@@ -65,8 +67,7 @@ class WeightSender:
     Args:
         client: the engine's control; see `SyncClient`. None on ranks of a group but the first.
         contract: the trainer's; an engine whose contract gives other bits refuses here.
-        transport: `SharedMemory` (the default) or `CudaIpc`, for engines of the same host, or
-            `Network`.
+        transport: how the weights travel; None chooses by where they lie (`transport_for`).
         group: torch.distributed's group of the ranks that send blocks together, over a backend
             that takes objects; all of them make a WeightSender. None: this process sends all.
 
@@ -117,18 +118,23 @@ class WeightSender:
         start = time.perf_counter()
         names = self.contract.semantic["parameters"]
         blocks = [held for held in as_blocks(weights or ()) if held.name in names]
-        transport = self.transport or SharedMemory()
-        with transport.offer(blocks) as offer:
-            told = self._gathered(transport.name, blocks, offer)
-            problem = None
-            if self._first:
+        with ExitStack() as offered:
+            own, problem, transport = _Told(), None, self.transport
+            try:
+                transport = transport or transport_for(blocks)
+                offer = offered.enter_context(transport.offer(blocks))
+                own = _Told.of(blocks, transport.name, offer)
+            except Exception as error:
+                own, problem = _Told(problem=str(error)), error
+            told = self._gathered(own)
+            if self._first and problem is None and transport is not None:
                 try:
                     self._update(transport, blocks, told, version)
                 except Exception as error:
                     problem = error
             size = sum(block.nbytes for rank in told for block in rank.blocks)
             self._agree(problem)
-        return Sent(version, size, time.perf_counter() - start, transport.name)
+        return Sent(version, size, time.perf_counter() - start, own.transport)
 
     def close(self) -> None:
         """End the connection; the engine goes on with the weights that it has."""
@@ -153,15 +159,18 @@ class WeightSender:
     def _update(
         self, transport: Transport, blocks: list[Held], told: "list[_Told]", version: str
     ) -> None:
+        if problems := [rank.problem for rank in told if rank.problem is not None]:
+            raise CheckpointError(f"a rank of the trainer has nothing to send: {problems[0]}")
+        told = [rank for rank in told if rank.blocks]
         names = {block.name for rank in told for block in rank.blocks}
         if missing := sorted(self.contract.semantic["parameters"].keys() - names):
             raise CheckpointError(f"the trainer's weights lack {', '.join(missing[:5])}")
         if len(others := {rank.transport for rank in told}) > 1:
             raise CheckpointError(f"the ranks send by {' and '.join(sorted(others))}: choose one")
         message = {
-            "transport": transport.name,
+            "transport": told[0].transport,
             "sources": [source for rank in told for source in rank.sources],
-            "blocks": [block.to_json() for block in _joined(told)],
+            "blocks": list(_joined(told)),
             "contract": self.contract.digests["numerical_policy"],
             "version": version,
         }
@@ -171,14 +180,8 @@ class WeightSender:
         transport.deliver(blocks, lambda: client.update_weights(message))
         client.finish_weight_update(version)
 
-    def _gathered(self, transport: str, blocks: list[Held], offer: Offer) -> "list[_Told]":
+    def _gathered(self, own: "_Told") -> "list[_Told]":
         """What each rank offers; on the first, else this rank's own."""
-        values = digests([held.tensor for held in blocks])
-        described = [
-            Block.of(held, value, *place)
-            for held, value, place in zip(blocks, values, offer.places, strict=True)
-        ]
-        own = _Told(transport, offer.sources, described)
         if self.group is None:
             return [own]
         told: list[Any] | None = [None] * self.group.size() if self._first else None
@@ -196,19 +199,51 @@ class WeightSender:
             raise problem
 
 
+def transport_for(blocks: Sequence[Held]) -> Transport:
+    """How weights travel where nobody chose: on the same host, without leaving their device.
+
+    Args:
+        blocks: of one rank.
+
+    Returns:
+        `CudaIpc` if all lie on GPUs, else `SharedMemory`.
+
+    Raises:
+        CheckpointError: some lie on a GPU and some do not.
+    """
+    on_gpu = {held.tensor.is_cuda: held for held in blocks}
+    if len(on_gpu) > 1:
+        raise CheckpointError(
+            f"{on_gpu[True].name} lies on a GPU and {on_gpu[False].name} does not: move all "
+            "weights to GPUs, or choose isomodels.sync.SharedMemory(), which copies from any device"
+        )
+    return CudaIpc() if True in on_gpu else SharedMemory()
+
+
 @dataclass(frozen=True)
 class _Told:
-    """What one rank offers."""
+    """What one rank offers, or why it cannot."""
 
-    transport: str
-    sources: list[dict[str, Any]]
-    blocks: list[Block]
+    transport: str = ""
+    sources: Sequence[dict[str, Any]] = ()
+    blocks: Sequence[Block] = ()
+    problem: str | None = None
+
+    @classmethod
+    def of(cls, blocks: Sequence[Held], transport: str, offer: Offer) -> "_Told":
+        """Digests and places of this rank's blocks."""
+        values = digests([held.tensor for held in blocks])
+        described = [
+            Block.of(held, value, *place)
+            for held, value, place in zip(blocks, values, offer.places, strict=True)
+        ]
+        return cls(transport, offer.sources, described)
 
 
-def _joined(told: list[_Told]) -> Iterable[Block]:
-    """The blocks of all ranks, their sources counted through."""
+def _joined(told: Sequence[_Told]) -> Iterable[dict[str, Any]]:
+    """The blocks of all ranks for a message, their sources counted through."""
     first = 0
     for rank in told:
         for block in rank.blocks:
-            yield Block(**{**vars(block), "source": first + block.source})
+            yield {**block.to_json(), "source": first + block.source}
         first += len(rank.sources)

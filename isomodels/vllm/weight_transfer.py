@@ -16,7 +16,7 @@ from vllm.distributed.weight_transfer.base import (
 
 from isomodels.contract import Contract, require_same
 from isomodels.errors import CheckpointError, ContractError, IsoError
-from isomodels.layers.pieces import pieces
+from isomodels.layers.pieces import Piece, pieces
 from isomodels.sync.blocks import Block
 from isomodels.sync.cuda_ipc import CudaIpcReceiver
 from isomodels.sync.network import NetworkReceiver
@@ -118,7 +118,7 @@ class IsoModelsWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """See `update_weights`."""
         blocks, mine = update_info.parsed, pieces(self.model.core)
-        receiver = self._together(lambda: self._admit(update_info))
+        receiver = self._together(lambda: self._admit(update_info, mine))
         with receiver.read(update_info.sources, blocks, self.device) as tensors:
             sources = self._together(lambda: arrive(receiver, blocks, tensors, mine, self.device))
             self.model.refusal = "a sync of weights was interrupted: send them again"
@@ -140,14 +140,14 @@ class IsoModelsWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         """The trainer has gone."""
         self._agreed = self._parameters = self._network = None
 
-    def _admit(self, update: UpdateInfo) -> Receiver:
+    def _admit(self, update: UpdateInfo, mine: list[Piece]) -> Receiver:
         """Refuse what is not for this engine, before anything is opened."""
         if update.contract != self._agreed or self._parameters is None:
             raise ContractError(
                 "these weights are of another contract than the one that was compared: make a new "
                 "WeightSender after a change of the trainer"
             )
-        check_blocks(update.parsed, self._parameters, pieces(self.model.core))
+        check_blocks(update.parsed, self._parameters, mine)
         if update.transport == "network":
             if self._network is None:
                 raise CheckpointError("no network was joined: make a new WeightSender")
