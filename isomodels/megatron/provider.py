@@ -126,7 +126,7 @@ def architecture_fields(config: Any) -> dict[str, Any]:
         "ffn_hidden_size": config.intermediate_size,
         "num_attention_heads": config.num_attention_heads,
         "num_query_groups": config.num_key_value_heads,
-        "kv_channels": config.common_head_dim,
+        "kv_channels": config.head_dim,
         "normalization": "RMSNorm",
         "layernorm_epsilon": config.rms_norm_eps,
         "gated_linear_unit": True,
@@ -247,7 +247,7 @@ def build_core(
     require_validated(
         device,
         dtype=dtype,
-        head_dim=config.head_dim,
+        head_dim=config.common_head_dim,
         operators=operators_of(spec, config, dtype, device, "packed"),
     )
     model = load_object(spec.model)
