@@ -18,13 +18,15 @@ from typing import Any
 
 import torch
 
-from benchmarks.engine import ROOT, scratch
+from benchmarks.engine import ROOT, decode_step_ms, scratch
+from benchmarks.sync import TimedClient
 from isomodels.config import load_config_dict
 
 sys.path.insert(0, str(ROOT / "examples" / "grpo"))
 import grpo
 
 PARTS = ("generation", "training", "sync", "step")
+WARM = 1_000_000  # seeds of samples that are not timed
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,7 @@ class Work:
         max_tokens: of a microbatch.
         warm_up, steps: steps before the timed ones, and timed.
         cache_gib: memory of the engine's cache.
+        profile: say which kernels a decode step runs.
     """
 
     model: str
@@ -51,6 +54,7 @@ class Work:
     warm_up: int = 2
     steps: int = 5
     cache_gib: float = 12.0
+    profile: bool = False
     device: str = "cuda"
 
     @property
@@ -81,9 +85,10 @@ class Pair:
 
     def __init__(self, checkpoint: Path, work: Work):
         self.checkpoint, self.work = checkpoint, work
+        self.sync_calls: dict[str, float] = {}
 
     def start_engine(self) -> dict[str, Any]:
-        """Start the engine; what it chose."""
+        """Start the engine and sample once; what it chose."""
         work = self.work
         options: dict[str, Any] = {
             "dtype": "bfloat16",
@@ -103,6 +108,8 @@ class Pair:
         engine = "isomodels" if self.name == "ours" else "vllm"
         self.rollouts = grpo.Rollouts(self.checkpoint, engine, options, sampling)
         (chosen,) = self.rollouts.llm.collective_rpc("chosen")
+        self.rollouts.llm.collective_rpc("watch_steps")
+        self.samples(WARM)
         return json.loads(chosen)
 
     def engine_options(self) -> dict[str, Any]:
@@ -131,6 +138,8 @@ class Pair:
 
     def step(self, seed: int) -> dict[str, Any]:
         """One step of the loop: seconds of its parts, and what it compared."""
+        llm = self.rollouts.llm
+        llm.collective_rpc("take_steps")
         times = [time.perf_counter()]
         samples = self.samples(seed)
         for sample in samples:
@@ -143,6 +152,8 @@ class Pair:
         self.send()
         synchronize(self.work)
         times.append(time.perf_counter())
+        (steps,) = llm.collective_rpc("take_steps")
+        decode = decode_step_ms(json.loads(steps), self.work.prompts * self.work.group)
         differ, distances = grpo.differing(update.new, update.old)
         if self.name == "ours":
             grpo.assert_ratio_one(update.new, update.old, seed)
@@ -155,8 +166,18 @@ class Pair:
             "max_difference": float(distances.max()),
             "loss": update.loss,
             "grad_norm": update.grad_norm,
+            "decode_step_ms": decode,
+            "sync_calls": self.sync_calls,
             **({"sync_failed": self.sync_failed} if self.sync_failed else {}),
         }
+
+    def profile(self) -> dict[str, Any]:
+        """Kernels of a decode step of all answers at once (`harness.kernels_of`)."""
+        llm, requests = self.rollouts.llm, self.work.prompts * self.work.group
+        llm.collective_rpc("profile_steps", args=(requests, requests, 8, 8))
+        self.samples(WARM + 1)
+        (profile,) = llm.collective_rpc("take_profile")
+        return json.loads(profile)
 
     def warm(self) -> str:
         """Compile the trainer's kernels: one update on made-up answers, without an engine."""
@@ -194,8 +215,8 @@ class Ours(Pair):
         from isomodels.vllm import LLMSyncClient
 
         contract = contract_of(self.checkpoint, self.work.device, dtype=torch.bfloat16)
-        client = LLMSyncClient(self.rollouts.llm)
-        self.policy.sender = WeightSender(client, contract)
+        self.client = TimedClient(LLMSyncClient(self.rollouts.llm))
+        self.policy.sender = WeightSender(self.client, contract)
 
     def update(self, samples: Sequence[grpo.Sample]) -> grpo.Update:
         return self.policy.update(samples)
@@ -203,7 +224,11 @@ class Ours(Pair):
     def send(self) -> None:
         if self.policy.sender is None:
             self.connect()
+        self.client.seconds.clear()
+        begin = time.perf_counter()
         self.policy.send()
+        rest = time.perf_counter() - begin - sum(self.client.seconds.values())
+        self.sync_calls = {**self.client.seconds, "digests and handles": rest}
 
 
 class Stock(Pair):

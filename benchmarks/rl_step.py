@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from functools import cached_property
 from multiprocessing.connection import Connection, Listener
@@ -91,36 +91,36 @@ class Remote:
         return self.log.read_text()[-1500:]
 
     def close(self) -> None:
-        """End it and its engine."""
+        """End it and its engine at once: all that they had to say was said."""
         if "connection" in vars(self):
             self.connection.close()
         self.listener.close()
-        try:
-            self.process.wait(25)
-        except subprocess.TimeoutExpired:
+        if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
 
 
 # The driver
 
 
 def measure(
-    names: Sequence[str], work: Work, out: Path, seconds: float
-) -> dict[str, dict[str, Any]]:
-    """Results of the pairs that came to the end; the others' failures are printed.
+    names: Sequence[str], work: Work, out: Path, seconds: float, results: dict[str, dict[str, Any]]
+) -> None:
+    """Put into `results` what each pair did, as it comes; failures are printed.
 
-    Each pair may take its share of what is left of `seconds`, and makes at least two timed steps.
+    Each pair may take its share of what is left of `seconds`, and makes at least one timed step.
     """
     from isomodels.parity.checkpoints import random_checkpoint
 
-    results: dict[str, dict[str, Any]] = {}
-    with tempfile.TemporaryDirectory(dir=scratch()) as folder:
+    with tempfile.TemporaryDirectory(dir=scratch()) as folder, ExitStack() as closing:
         begin = time.perf_counter()
         whole, small = Path(folder) / "whole", Path(folder) / "small"
         pairs = {name: Remote(name, name, whole, work, out) for name in names}
         warmers = {}
         if work.device == "cuda":
             warmers = {n: Remote(f"{n}_warm", n, small, work.smaller, out) for n in names}
+        for remote in (*pairs.values(), *warmers.values()):
+            closing.callback(remote.close)
         for path, one in ((small, work.smaller), (whole, work)):  # while the processes import
             random_checkpoint(path, one.raw, "bfloat16", 0, work.device)
         say(begin, "checkpoints written")
@@ -132,46 +132,63 @@ def measure(
             with told(name):
                 say(begin, f"{name}: kernels compiled in {remote.answer()[1]:.0f} s")
             remote.close()
-        for name, remote in pairs.items():
+        for number, (name, remote) in enumerate(pairs.items()):
             with told(name):
                 chosen, took, _ = remote.answer()
                 results[name] = {"chosen": chosen, "engine_start": took}
                 say(begin, f"{name}: engine started in {took:.0f} s")
+                if not number:  # while the other engines start
+                    remote.ask("start_trainer")
         for number, (name, remote) in enumerate(pairs.items()):
             now = time.perf_counter()
             until = now + (begin + seconds - now) / (len(pairs) - number)
             if name in results:
                 with told(name):
-                    results[name] |= timed(remote, work, until)
+                    if number:
+                        remote.ask("start_trainer")
+                    try:
+                        timed(remote, work, until, results[name])
+                    except RuntimeError:
+                        results[name].clear()  # no line of a pair that failed, whenever it did
+                        raise
                     say(begin, f"{name}: done")
+                if work.profile and "steps" in results[name]:
+                    with told(name):
+                        profiled(remote, results[name])
             remote.close()
-    return {name: result for name, result in results.items() if "steps" in result}
 
 
-def timed(remote: Remote, work: Work, until: float) -> dict[str, Any]:
-    """Make the trainer, then steps."""
-    remote.ask("start_trainer")
-    trainer, took, _ = remote.answer()
-    steps = []
+def timed(remote: Remote, work: Work, until: float, result: dict[str, Any]) -> None:
+    """Wait for the trainer, then make steps."""
+    result["trainer"], result["trainer_start"], _ = remote.answer()
+    result |= {"warm_up": [], "steps": []}
     for seed in range(work.warm_up + work.steps):
-        if seed >= work.warm_up + 2 and time.perf_counter() > until:
+        if result["steps"] and time.perf_counter() > until:
             break
         remote.ask("step", seed)
-        step, _, used = remote.answer()
-        steps.append(step)
-        print(
-            remote.name,
-            seed,
-            {k: v if isinstance(v, str) else round(v, 6) for k, v in step.items()},
-            flush=True,
-        )
-    return {
-        "trainer": trainer,
-        "trainer_start": took,
-        "warm_up": steps[: work.warm_up],
-        "steps": steps[work.warm_up :],
-        "peak_gib": used,
-    }
+        step, _, result["peak_gib"] = remote.answer()
+        result["warm_up" if seed < work.warm_up else "steps"].append(step)
+        print(remote.name, seed, rounded(step), flush=True)
+
+
+def profiled(remote: Remote, result: dict[str, Any]) -> None:
+    """What a decode step keeps the GPU busy with."""
+    remote.ask("profile")
+    profile = result["decode_profile"] = remote.answer()[0]
+    print(
+        f"{remote.name}: a decode step keeps the GPU busy for {profile['busy_us'] / 1e3:.2f} ms in "
+        f"{profile['launches']:.0f} launches",
+        flush=True,
+    )
+    for us, count, kernel in profile["kernels"][:12]:
+        print(f"  {us:8.0f} us {count:5.0f}  {kernel[:90]}", flush=True)
+
+
+def rounded(value: Any) -> Any:
+    """For a print: floats with six digits after the point."""
+    if isinstance(value, dict):
+        return {key: rounded(one) for key, one in value.items()}
+    return round(value, 6) if isinstance(value, float) else value
 
 
 @contextmanager
@@ -229,7 +246,7 @@ def show(results: dict[str, dict[str, Any]]) -> None:
     for name, result in results.items():
         medians = {p: summary([s[p] for s in result["steps"]])[0] for p in PARTS}
         print(f"{name:8}" + "".join(f"{medians[part]:12.3f}" for part in PARTS)
-              + f"   {result['trainer']}; trainer at most {result['peak_gib']}")  # fmt: skip
+              + f"   of {len(result['steps'])}; {result['trainer']}")  # fmt: skip
 
 
 def main() -> int:
@@ -243,6 +260,7 @@ def main() -> int:
     parser.add_argument(
         "--seconds", type=float, default=600.0, help="fewer steps where it takes more"
     )
+    parser.add_argument("--profile", action="store_true", help="the engines' decode steps too")
     parser.add_argument("--device")
     parser.add_argument("--logs", type=Path, default=None, help="folder for logs and results")
     parser.add_argument("--out", type=Path, default=None, help="folder of the table to update")
@@ -263,8 +281,14 @@ def main() -> int:
     work = Work(**{**kept, "model": options.model, "overrides": overrides})
     logs = options.logs or Path(tempfile.mkdtemp())
     logs.mkdir(parents=True, exist_ok=True)
-    results = measure(options.contestants.split(","), work, logs, options.seconds)
+    results: dict[str, dict[str, Any]] = {}
     file = logs / f"rl_{Path(work.model).name}.json"
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        measure(options.contestants.split(","), work, logs, options.seconds, results)
+    except KeyboardInterrupt:
+        print("ended before its time: the table is of the steps that were made")
+    results = {name: result for name, result in results.items() if result.get("steps")}
     file.write_text(json.dumps({"work": asdict(work), "results": results}, indent=1))
     show(results)
     if not {"ours", "stock"} <= results.keys():

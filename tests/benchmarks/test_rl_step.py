@@ -87,6 +87,59 @@ def result(seconds: float, **changed) -> dict:
     }
 
 
+class Scripted:
+    """A pair's process whose third timed step of `failing` raises."""
+
+    failing, error = "", RuntimeError("a ratio is not 1")
+
+    def __init__(self, label, name, *_):
+        self.label = self.name = name
+        self.asked = []
+
+    def ask(self, *request):
+        self.asked.append(request)
+
+    def answer(self):
+        (method, *arguments) = self.asked[-1]
+        if method == "step" and (self.name, *arguments) == (self.failing, WORK.warm_up + 2):
+            raise self.error
+        return result(1.0)["steps"][0] if method == "step" else method, 0.1, {}
+
+    def close(self):
+        pass
+
+
+def scripted(monkeypatch, tmp_path, failing, error, seconds=60.0):
+    monkeypatch.setattr(Scripted, "failing", failing)
+    monkeypatch.setattr(Scripted, "error", error)
+    monkeypatch.setattr(rl_step, "Remote", Scripted)
+    monkeypatch.setattr("isomodels.parity.checkpoints.random_checkpoint", lambda *_: None)
+    results = {}
+    try:
+        rl_step.measure(("ours", "stock"), WORK, tmp_path, seconds, results)
+    except KeyboardInterrupt:
+        results["interrupted"] = True
+    return results
+
+
+@pytest.mark.parametrize("failing", ["ours", "stock"])
+def test_a_pair_that_fails_late_has_no_line(monkeypatch, tmp_path, capsys, failing):
+    results = scripted(monkeypatch, tmp_path, failing, RuntimeError("a ratio is not 1"))
+    other = {"ours": "stock", "stock": "ours"}[failing]
+    assert results[failing] == {}
+    assert len(results[other]["steps"]) == WORK.steps
+    assert f"{failing} failed: a ratio is not 1" in capsys.readouterr().out
+
+
+def test_what_was_measured_is_kept_when_time_is_over(monkeypatch, tmp_path):
+    results = scripted(monkeypatch, tmp_path, "stock", KeyboardInterrupt())
+    assert results["interrupted"]
+    assert [len(results[name]["steps"]) for name in ("ours", "stock")] == [WORK.steps, 2]
+    results = scripted(monkeypatch, tmp_path, "", None, seconds=0.0)
+    assert [len(results[name]["steps"]) for name in ("ours", "stock")] == [1, 1]
+    rl_step.show(results)
+
+
 def test_lines_of_the_table():
     whole, *parts = rl_step.compare(result(1.04), result(1.0), WORK)
     assert whole.ratio > whole.floor
