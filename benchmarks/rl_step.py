@@ -175,6 +175,8 @@ def profiled(remote: Remote, result: dict[str, Any]) -> None:
     """What a decode step keeps the GPU busy with."""
     remote.ask("profile")
     profile = result["decode_profile"] = remote.answer()[0]
+    if not profile:
+        raise RuntimeError("no decode step was profiled")
     print(
         f"{remote.name}: a decode step keeps the GPU busy for {profile['busy_us'] / 1e3:.2f} ms in "
         f"{profile['launches']:.0f} launches",
