@@ -107,7 +107,8 @@ def start_engine(folder: Path) -> Any:
         max_model_len=512,
         max_num_seqs=8,
         max_num_batched_tokens=512,
-        gpu_memory_utilization=0.3,
+        gpu_memory_utilization=0.02,  # only asked to be free: a trainer has the rest
+        kv_cache_memory_bytes=4 << 30,
         skip_tokenizer_init=True,
         enable_prefix_caching=True,
         weight_transfer_config={"backend": "isomodels"},

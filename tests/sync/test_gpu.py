@@ -37,7 +37,8 @@ def engine(folders: list[Path]) -> Iterator[Engine]:
         dtype="bfloat16",
         max_model_len=256,
         num_gpu_blocks_override=64,
-        gpu_memory_utilization=0.1,
+        gpu_memory_utilization=0.02,  # only asked to be free: others may use the GPU too
+        kv_cache_memory_bytes=1 << 28,
         enforce_eager=False,
         weight_transfer_config={"backend": "isomodels"},
     ) as engine:
