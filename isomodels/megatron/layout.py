@@ -89,6 +89,25 @@ class Degrees:
                 f"use one of {fitting}"
             )
 
+    def check_model(self, config: Any) -> None:
+        """Refuse degrees that do not divide a model.
+
+        Args:
+            config: the architecture's config.
+
+        Raises:
+            UnsupportedError: naming those that do.
+        """
+        experts = ExpertParallel(size=self.ep)
+        check_layout(config, Layout(TensorParallel(size=self.tp), experts))
+        num_layers = config.num_hidden_layers
+        if num_layers % (self.pp * self.vpp):
+            fitting = ", ".join(str(n) for n in range(1, num_layers + 1) if num_layers % n == 0)
+            raise UnsupportedError(
+                f"{self.pp} pipeline stages of {self.vpp} virtual ones do not divide the "
+                f"{num_layers} layers: use as many in all as one of {fitting}"
+            )
+
     def __str__(self) -> str:
         words = [f"{n}{getattr(self, n)}" for n in ("tp", "pp", "vpp", "ep", "dp")]
         words = [word for word in words if not word.endswith("p1")]
@@ -121,19 +140,12 @@ def check_degrees(config: Any, hf_config: Any) -> None:
     Raises:
         UnsupportedError: naming those that do.
     """
-    tensor = TensorParallel(size=config.tensor_model_parallel_size)
-    check_layout(hf_config, Layout(tensor, ExpertParallel(size=config.expert_model_parallel_size)))
-    stages = config.pipeline_model_parallel_size
-    _check_stages(stages, config.virtual_pipeline_model_parallel_size, hf_config.num_hidden_layers)
-
-
-def _check_stages(stages: int, virtual: int | None, num_layers: int) -> None:
-    if num_layers % (stages * (virtual or 1)):
-        fitting = ", ".join(str(n) for n in range(1, num_layers + 1) if num_layers % n == 0)
-        raise UnsupportedError(
-            f"{stages} pipeline stages of {virtual or 1} virtual ones do not divide the "
-            f"{num_layers} layers: use as many in all as one of {fitting}"
-        )
+    Degrees(
+        tp=config.tensor_model_parallel_size,
+        pp=config.pipeline_model_parallel_size,
+        vpp=config.virtual_pipeline_model_parallel_size or 1,
+        ep=config.expert_model_parallel_size,
+    ).check_model(hf_config)
 
 
 def layout_of(config: Any, groups: Any, num_layers: int, vp_stage: int | None) -> Layout:

@@ -16,7 +16,6 @@ import torch
 from isomodels.config import read_config
 from isomodels.contract import contract_of
 from isomodels.errors import UnsupportedError
-from isomodels.layers.parallel import ExpertParallel, Layout, TensorParallel, check_layout
 from isomodels.megatron.layout import Degrees
 from isomodels.parity.cases import (
     MIN_COMPARED,
@@ -176,13 +175,12 @@ def run_parity(
     """
     check_device(device)
     check_engine_layout(engine_layout)
-    report = empty_report(checkpoint, device, seed, workload)
-    workload = report.workload
-    report.trainer_layout, report.engine_layout = str(trainer_layout), str(engine_layout)
     spec, config = read_config(checkpoint)
     for degrees in (trainer_layout, engine_layout):
-        experts = ExpertParallel(size=degrees.ep)
-        check_layout(config, Layout(TensorParallel(size=degrees.tp), experts))
+        degrees.check_model(config)
+    report = empty_report(checkpoint, device, seed, workload, engine_layout.tp)
+    workload = report.workload
+    report.trainer_layout, report.engine_layout = str(trainer_layout), str(engine_layout)
     report.stock_needs = what_stock_lacks(spec, config, device) if stock else None
     stock = stock and report.stock_needs is None
     with ExitStack() as stack:
@@ -256,7 +254,9 @@ def check_operations(report: Report, sides: Mapping[str, Remote | Ranks]) -> Non
             report.operation_faults += operation_faults(requested, side, said)
 
 
-def empty_report(checkpoint: Path, device: str, seed: int, workload: Workload) -> Report:
+def empty_report(
+    checkpoint: Path, device: str, seed: int, workload: Workload, engine_ranks: int = 1
+) -> Report:
     """What is known of a run before it begins; its workload is that of the architecture.
 
     Raises:
@@ -269,7 +269,7 @@ def empty_report(checkpoint: Path, device: str, seed: int, workload: Workload) -
             f"{workload.max_model_len}, it is {config.max_position_embeddings}"
         )
     if spec.family == "hybrid":
-        workload = with_states(workload, config, device)
+        workload = with_states(workload, config, device, engine_ranks)
     return Report(
         architecture=spec.architecture,
         checkpoint=str(checkpoint),

@@ -102,19 +102,21 @@ WORKLOADS = {
 }
 
 
-def page_of(config: HybridConfig, device: str) -> tuple[int, int]:
+def page_of(config: HybridConfig, device: str, ranks: int = 1) -> tuple[int, int]:
     """Tokens and bytes of a page of one attention layer: as large as one recurrent state.
 
-    As vLLM makes them equal, from `BLOCK_SIZE` on.
+    As vLLM makes them equal, from `BLOCK_SIZE` on, on each of the ranks of tensor parallelism. A
+    page is shorter where they share key heads, since the states are always cut.
     """
-    token = 2 * config.num_key_value_heads * config.head_dim * config.torch_dtype.itemsize
-    layout = state_layout(config, config.torch_dtype, device)
+    heads = max(1, config.num_key_value_heads // ranks)
+    token = 2 * heads * config.head_dim * config.torch_dtype.itemsize
+    layout = state_layout(config, config.torch_dtype, device, ranks)
     state = sum(16 * -(-math.prod(shape) * dtype.itemsize // 16) for shape, dtype in layout)
     tokens = BLOCK_SIZE * -(-state // (BLOCK_SIZE * token))
     return tokens, tokens * token
 
 
-def with_states(workload: Workload, config: HybridConfig, device: str) -> Workload:
+def with_states(workload: Workload, config: HybridConfig, device: str, ranks: int = 1) -> Workload:
     """The workload for a model with recurrent states.
 
     vLLM then ends each step of a prompt at the edge of a block, so that only prompts within one
@@ -124,32 +126,36 @@ def with_states(workload: Workload, config: HybridConfig, device: str) -> Worklo
         workload: that of a model without.
         config: of the model.
         device: "cpu" or "cuda": each keeps states of its own form.
+        ranks: of the engine's tensor parallelism.
 
     Raises:
         UnsupportedError: if no sequence of the workload would reach its second page.
     """
     counts = [len(config.layers_of(kind)) for kind in ("linear_attention", "full_attention")]
     groups = -(-counts[0] // counts[1])  # of recurrent layers, each with its own blocks
-    page, _ = page_of(config, device)
-    if page > BLOCK_SIZE:
+    page, _ = page_of(config, device, ranks)
+    if page > _CROWD_TOKENS:
         if page + _CROWD_TOKENS > workload.max_model_len or page > workload.max_num_batched_tokens:
             raise UnsupportedError(
                 f"a recurrent state of this model fills a page of {page} tokens, which no step of "
                 "this workload does: use --workload full"
             )
+        spare = min(_SPARE, workload.crowded // 3)
         return replace(
             workload,
             # every sequence has a page of keys and a state a group; vLLM keeps one
-            num_blocks=(1 + groups) * workload.max_num_seqs + 1 + _SPARE,
-            crossing=3 * _SPARE,
+            num_blocks=(1 + groups) * workload.max_num_seqs + 1 + spare,
+            crossing=3 * spare,
             page=page,
         )
     return replace(
         workload,
         # of each sequence, the running state and the one that is copied to the next block
-        num_blocks=workload.num_blocks + 2 * groups * workload.max_num_seqs,
+        num_blocks=-(-workload.num_blocks * BLOCK_SIZE // page)
+        + 2 * groups * workload.max_num_seqs,
         scored=(*workload.scored, *range(5, BLOCK_SIZE), *(BLOCK_SIZE,) * 5),
         prefixes=tuple((length, count + 4) for length, count in workload.prefixes),
+        page=page,
     )
 
 

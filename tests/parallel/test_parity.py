@@ -20,16 +20,28 @@ CASES = [
             ("Qwen3MoeForCausalLM", "dp2,ep2", "tp2"),
             ("Glm4MoeLiteForCausalLM", "tp2,ep2", "tp1"),
             ("DeepseekV3ForCausalLM", "pp2", "tp2,ep2"),
+            ("Qwen3ForCausalLM", "tp4", "tp4"),
+            ("Glm4MoeLiteForCausalLM", "tp2,sp,dp2,ep4", "tp4,ep4"),
+            ("Qwen3_5ForCausalLM", "tp2,sp,pp2", "tp1"),
+            ("Qwen3_5MoeForCausalLM", "tp2,sp,ep2", "tp2,ep2"),
+            ("Qwen3_5MoeForCausalLM", "dp2,ep2", "tp4"),  # workers share key heads: shorter pages
+            ("Qwen3NextForCausalLM", "pp2,vpp2", "tp2"),
         )
     ],
 ]
+HYBRID = {
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+}
 
 
 @pytest.mark.timeout(900)  # five processes start, on as few cores as there are
 @pytest.mark.parametrize(("architecture", "trainer", "engine"), CASES)
 def test_any_trainer_layout_against_any_engine_layout(tiny, architecture, trainer, engine):
+    hybrid = architecture.startswith(("Qwen3_5", "Qwen3Next"))
     report = run_parity(
-        tiny(architecture, "bfloat16", num_hidden_layers=4),
+        tiny(architecture, "bfloat16", num_hidden_layers=4, **(HYBRID if hybrid else {})),
         stock=False,
         trainer_layout=Degrees.parse(trainer),
         engine_layout=Degrees.parse(engine),
@@ -45,10 +57,16 @@ def test_layouts_that_an_engine_does_not_have(layout):
         check_engine_layout(Degrees.parse(layout))
 
 
-@pytest.mark.parametrize("side", ["trainer_layout", "engine_layout"])
 @pytest.mark.parametrize(
-    ("layout", "words"),
-    [("tp3", "tensor parallelism of 3 .* use "), ("tp2,ep2", "the model has no experts, use 1")],
+    ("side", "layout", "words"),
+    [
+        ("trainer_layout", "tp3", "tensor parallelism of 3 .* use "),
+        ("engine_layout", "tp3", "tensor parallelism of 3 .* use "),
+        ("trainer_layout", "tp2,ep2", "the model has no experts, use 1"),
+        ("engine_layout", "tp2,ep2", "the model has no experts, use 1"),
+        ("trainer_layout", "pp4", "the 2 layers: use as many in all as one of 1, 2"),
+        ("trainer_layout", "pp2,vpp2", "the 2 layers: use as many in all as one of 1, 2"),
+    ],
 )
 def test_degrees_that_do_not_divide_are_refused_before_anything_starts(tiny, side, layout, words):
     checkpoint = tiny("Qwen3ForCausalLM", "bfloat16")

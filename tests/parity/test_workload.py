@@ -14,7 +14,7 @@ from isomodels.checkpoint import load_checkpoint
 from isomodels.config import read_config
 from isomodels.errors import UnsupportedError
 from isomodels.layers.gated_delta import state_layout
-from isomodels.parity.checkpoints import random_checkpoint
+from isomodels.parity.checkpoints import random_checkpoint, tiny_config
 from isomodels.parity.run import run_parity
 from isomodels.parity.workload import (
     BLOCK_SIZE,
@@ -93,6 +93,33 @@ def test_pages_as_large_as_a_state(name: str) -> None:
     assert pages * len(ends) + crossing > workload.num_blocks + 16
     with pytest.raises(UnsupportedError, match="use --workload full"):
         with_states(WORKLOADS["quick"], config, "cuda")
+
+
+@pytest.mark.parametrize(
+    ("heads", "ranks", "page"),
+    [(1, 1, 16), (2, 1, 32), (4, 1, 64), (4, 2, 64), (4, 4, 32), (8, 1, 128), (8, 8, 32)],
+)
+def test_pages_that_a_step_fills(tmp_path: Path, heads: int, ranks: int, page: int) -> None:
+    raw = tiny_config("Qwen3_5ForCausalLM") | {"dtype": "bfloat16", "full_attention_interval": 2}
+    raw |= {"linear_num_key_heads": heads, "linear_num_value_heads": 2 * heads}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    _, config = read_config(tmp_path)
+    workload = with_states(WORKLOADS["quick"], config, "cpu", ranks)
+    assert workload.page == page_of(config, "cpu", ranks)[0] == page
+    made = list(rounds(PromptSource(Path("nowhere"), 1000, 0), "cuda", workload))
+    assert all(r.prompt for one in made for r in one.requests)
+
+    def needed(tokens: int) -> int:
+        return -(-tokens // page) + 1  # keys, and the running state of the one group
+
+    for one in made:
+        longest = max(len(r.prompt) + r.max_tokens for r in one.requests)
+        assert longest <= workload.max_model_len
+        assert needed(longest) + 1 < workload.num_blocks
+    crowd = made[2].requests
+    assert len(crowd) <= workload.max_num_seqs
+    assert sum(needed(len(r.prompt) + r.max_tokens) for r in crowd) > workload.num_blocks
+    assert sum(needed(len(r.prompt)) for r in crowd) < workload.num_blocks  # all of them start
 
 
 @pytest.mark.parametrize("name", ["qwen3-0.6b", "qwen3-8b", "mimo-7b"])
