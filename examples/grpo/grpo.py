@@ -4,10 +4,10 @@ The task is bracket matching. A prompt is a run of opening brackets, the right a
 order and stops; the reward is 1 for it and 0 for anything else. Each step
 
 1. samples a group of answers to each prompt with the running vLLM engine,
-2. computes their logprobs again in Megatron's forward pass and asserts that they have the engine's
-   bits, so that the ratio of the two policies is exactly 1.0 before the update,
-3. takes one optimizer step on the clipped GRPO objective (DeepSeekMath, 2024, equation 3, without
-   the KL term),
+2. computes their logprobs again in Megatron's forward pass, for the clipped GRPO objective
+   (DeepSeekMath, 2024, equation 3, without the KL term), and asserts that they have the engine's
+   bits: the ratio of the two policies is exactly 1.0,
+3. takes one optimizer step,
 4. sends the new weights into the engine, in place, under a name that comes back with every answer.
 
 With `--behind` an answer is trained on later, when the weights have moved on. Then 2 is done while
@@ -155,6 +155,7 @@ class Policy:
 
     trainer: Any
     sender: Any = None
+    behind: int = 0  # steps between rollout and update
 
     @property
     def version(self) -> str:
@@ -170,13 +171,14 @@ class Policy:
         """Write what a later run goes on from."""
         self.trainer.save(folder)
 
-    def recompute(self, samples: Sequence[Sample]) -> np.ndarray:
-        """Logprobs of all answered tokens by the weights that the samples name."""
+    def verify(self, samples: Sequence[Sample]) -> None:
+        """Raise `RatioError` unless the samples have our logprobs by the weights that they name."""
         if names := {sample.version for sample in samples} - {self.version}:
             raise RatioError(f"rollouts of {names.pop()!r}, but the trainer is at {self.version!r}")
         rows = self.trainer.score([[*s.prompt, *s.answer] for s in samples])
         answers = [row[len(s.prompt) - 1 :] for s, row in zip(samples, rows, strict=True)]
-        return torch.cat(answers).cpu().numpy()
+        old = np.concatenate([sample.logprobs for sample in samples])
+        assert_ratio_one(torch.cat(answers).cpu().numpy(), old, self.version)
 
     def update(self, samples: Sequence[Sample]) -> Update:
         """One step on the clipped objective, averaged over all answered tokens."""
@@ -213,13 +215,14 @@ class Policy:
             micro_batch_size=1,
             forward_only=False,
         )
+        losses, new, old = (torch.cat(parts).cpu().numpy() for parts in zip(*seen, strict=True))
+        if not self.behind:
+            assert_ratio_one(new, old, self.version)
         updated, grad_norm, _ = trainer.optimizer.step()
         if not updated:
             raise RuntimeError("a gradient is not finite")
         trainer.steps += 1
-        losses, new, old = (torch.cat(parts).cpu() for parts in zip(*seen, strict=True))
-        loss = float(losses.double().sum()) / len(new)
-        return Update(loss, float(grad_norm), new.numpy(), old.numpy())
+        return Update(losses.sum(dtype=np.float64) / len(new), float(grad_norm), new, old)
 
 
 def targets_of(samples: Sequence[Sample], packs: Any) -> Iterator[tuple[Tensor, ...]]:
@@ -242,12 +245,12 @@ def differing(new: np.ndarray, old: np.ndarray) -> tuple[int, np.ndarray]:
     return int((new.view(np.int32) != old.view(np.int32)).sum()), abs(new.astype(np.float64) - old)
 
 
-def assert_ratio_one(new: np.ndarray, old: np.ndarray, step: int) -> None:
+def assert_ratio_one(new: np.ndarray, old: np.ndarray, version: str) -> None:
     """Raise `RatioError` unless every ratio is 1.0: the two logprobs have the same bits."""
     differ, distances = differing(new, old)
     if differ or (np.exp(new - old) != 1.0).any():
         raise RatioError(
-            f"step {step}: {differ} of {len(new)} logprobs differ between engine and trainer, "
+            f"{version}: {differ} of {len(new)} logprobs differ between engine and trainer, "
             f"on average by {distances.mean():.1e}, at most by {distances.max():.1e}"
         )
 
@@ -304,19 +307,17 @@ def train(args: argparse.Namespace) -> None:
     with Trainer(base, dtype=dtype, lr=args.lr, recompute=True) as trainer:
         if args.resume and (args.out / "state").is_dir():
             trainer.load(args.out / "state")
-        policy = Policy(trainer)
+        policy = Policy(trainer, behind=args.behind)
         if args.engine == "isomodels":
             # Contracts are compared here, before the first weight is sent.
             contract = contract_of(base, args.device, dtype=dtype)
             policy.sender = WeightSender(LLMSyncClient(rollouts.llm), contract)
             policy.send()
-        loop(args, trainer.steps, rollouts, policy, check=True)
+        loop(args, trainer.steps, rollouts, policy)
 
 
-def loop(
-    args: argparse.Namespace, first: int, rollouts: Rollouts, policy: Any, *, check: bool
-) -> None:
-    """Rollouts, update, check that every ratio is 1, sync; one line of the log a step."""
+def loop(args: argparse.Namespace, first: int, rollouts: Rollouts, policy: Any) -> None:
+    """Rollouts, update, sync; one line of the log a step."""
     waiting: deque[list[Sample]] = deque()
     log = args.out / "log.jsonl"
     kept = log.read_text().splitlines(True)[:first] if first else []  # a killed run may have more
@@ -332,15 +333,12 @@ def loop(
             sample.reward = reward(sample.prompt, sample.answer)
         advantages(samples, args.group)
         if args.behind:  # while the trainer has the weights that they were sampled with
-            logprobs = np.concatenate([sample.logprobs for sample in samples])
-            assert_ratio_one(policy.recompute(samples), logprobs, step)
+            policy.verify(samples)
         waiting.append(samples)
         if len(waiting) <= args.behind:
             continue
         samples = waiting.popleft()
         result = policy.update(samples)
-        if check and not args.behind:
-            assert_ratio_one(result.new, result.old, step)
         times.append(time.perf_counter())
         policy.send()
         times.append(time.perf_counter())

@@ -58,10 +58,10 @@ def test_the_objective_is_clipped_on_the_side_that_gains(grpo: ModuleType):
 def test_a_ratio_that_is_not_one_stops(grpo: ModuleType, changed: float):
     old = np.full(5, -2.0, np.float32)
     new = old.copy()
-    grpo.assert_ratio_one(new, old, 3)
+    grpo.assert_ratio_one(new, old, "step 3")
     new[2] = changed
     with pytest.raises(grpo.RatioError, match=r"step 3: 1 of 5 logprobs differ"):
-        grpo.assert_ratio_one(new, old, 3)
+        grpo.assert_ratio_one(new, old, "step 3")
 
 
 @pytest.fixture(scope="module")
@@ -93,19 +93,17 @@ def lines(out: Path) -> list[dict]:
 
 def test_rollouts_of_old_weights_tell_staleness_from_mismatch(grpo, sides, tmp_path, base):
     engine, policy = sides
-    compared, recompute = [], policy.recompute
+    verified, verify = [], policy.verify
 
-    def kept(samples):
-        compared.append(np.concatenate([s.logprobs for s in samples]).view(np.int32))
-        new = recompute(samples)
-        assert (new.view(np.int32) == compared[-1]).all()  # at the weights that they name
-        return new
+    def noted(samples):
+        verify(samples)  # at the weights that they name
+        verified.append({s.version for s in samples})
 
-    policy.recompute, policy.save = kept, lambda folder: None
-    grpo.loop(arguments(tmp_path, base, behind=1), 0, engine, policy, check=True)
+    policy.behind, policy.verify, policy.save = 1, noted, lambda folder: None
+    grpo.loop(arguments(tmp_path, base, behind=1), 0, engine, policy)
     log = lines(tmp_path)
     assert [line["step"] for line in log] == [1, 2, 3]
-    assert len(compared) == 4
+    assert verified == [{"step 0"}, {"step 0"}, {"step 1"}, {"step 2"}]
     # trained one step later: the first before any update, the others after one
     assert [line["weights"] for line in log] == ["step 0", "step 0", "step 1"]
     assert log[0]["differ"] == 0
@@ -114,13 +112,19 @@ def test_rollouts_of_old_weights_tell_staleness_from_mismatch(grpo, sides, tmp_p
         assert line["mean_difference"] > 1e-4
 
 
-def test_a_mismatch_is_not_taken_for_staleness(grpo, sides, tmp_path, base):
+@pytest.mark.parametrize("behind", [0, 1])
+def test_a_mismatch_stops_before_the_update(grpo, sides, tmp_path, base, behind):
     engine, policy = sides
+    policy.behind = behind  # 1: it is not taken for staleness
+    before = {name: tensor.clone() for name, tensor in policy.trainer.weights().items()}
     with torch.no_grad():
         engine.core.model.norm.weight *= 1 + 2.0**-20
     with pytest.raises(grpo.RatioError, match=r"step 0: .* logprobs differ"):
-        grpo.loop(arguments(tmp_path, base, behind=1), 0, engine, policy, check=True)
-    assert policy.version == "step 0"  # nothing was trained on them
+        grpo.loop(arguments(tmp_path, base, behind=behind), 0, engine, policy)
+    assert policy.version == "step 0"
+    assert not (tmp_path / "log.jsonl").read_text()
+    for name, tensor in policy.trainer.weights().items():
+        assert torch.equal(tensor, before[name]), name
 
 
 def test_logprobs_are_recomputed_at_the_weights_that_they_name_alone(grpo, sides):
@@ -128,18 +132,18 @@ def test_logprobs_are_recomputed_at_the_weights_that_they_name_alone(grpo, sides
     samples = engine.sample([[1, 2, 3]], seed=0)
     policy.trainer.steps = 1
     with pytest.raises(grpo.RatioError, match="rollouts of 'step 0', but the trainer is at 'st"):
-        policy.recompute(samples)
+        policy.verify(samples)
 
 
 def test_a_resumed_log_has_no_line_twice(grpo, sides, tmp_path, base):
     engine, policy = sides
     args = arguments(tmp_path, base, steps=2)
-    grpo.loop(args, 0, engine, policy, check=True)
+    grpo.loop(args, 0, engine, policy)
     policy.trainer.load(tmp_path / "state")
     with (tmp_path / "log.jsonl").open("a") as file:
         file.write('{"step": 2, "killed": "before its state was saved"}\n')
     args.steps = 3
-    grpo.loop(args, policy.trainer.steps, engine, policy, check=True)
+    grpo.loop(args, policy.trainer.steps, engine, policy)
     assert [line["step"] for line in lines(tmp_path)] == [0, 1, 2]
     assert "killed" not in lines(tmp_path)[2]
 

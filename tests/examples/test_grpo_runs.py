@@ -3,10 +3,12 @@
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -25,13 +27,16 @@ def base(grpo, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return grpo.make_base(tmp_path_factory.mktemp("base"), "bfloat16", 60)
 
 
-def command(base: Path, out: Path, *arguments: str) -> list[str]:
-    return [sys.executable, str(SCRIPT), str(out), "--checkpoint", str(base), *SMALL, *arguments]
+def command(base: Path, out: Path, *arguments: str, script: Sequence[str] = ()) -> list[str]:
+    given = ["--checkpoint", str(base), *SMALL, *arguments]
+    return [sys.executable, *(script or [str(SCRIPT)]), str(out), *given]
 
 
-def run(base: Path, out: Path, *arguments: str) -> subprocess.CompletedProcess:
+def run(
+    base: Path, out: Path, *arguments: str, script: Sequence[str] = ()
+) -> subprocess.CompletedProcess:
     return subprocess.run(
-        command(base, out, *arguments),
+        command(base, out, *arguments, script=script),
         capture_output=True,
         text=True,
         timeout=900,
@@ -96,4 +101,35 @@ def test_one_step_behind(base: Path, tmp_path: Path):
 def test_another_engine_is_seen_at_the_first_step(base: Path, tmp_path: Path):
     stock = run(base, tmp_path, "--steps", "2", "--engine", "vllm")
     assert stock.returncode != 0
-    assert "RatioError: step 0:" in stock.stderr
+    found = re.search(
+        r"RatioError: step 0: (\d+) of (\d+) logprobs differ between engine and trainer, "
+        r"on average by (\S+), at most by (\S+)\n",
+        stock.stderr,
+    )
+    assert found is not None, stock.stderr[-3000:]
+    differ, compared, mean, largest = map(float, found.groups())
+    assert compared / 2 < differ <= compared
+    assert 1e-5 < mean < largest < 1.0
+    assert lines(tmp_path) == []
+
+
+def test_another_schedule_stops_before_the_first_sync(base: Path, tmp_path: Path):
+    runner = [str(Path(__file__).with_name("other_schedule.py")), "attention", "kv_block"]
+    done = run(base, tmp_path, "--steps", "2", script=runner)
+    assert done.returncode != 0
+    assert "weights were sent" not in done.stderr
+    named = r"ContractError: .*numerical_policy.*attention.*kv_block"
+    assert re.search(named, done.stderr), done.stderr[-3000:]
+    assert lines(tmp_path) == []
+
+
+def test_the_stock_pair(base: Path, tmp_path: Path):
+    done = run(base, tmp_path, "--steps", "2", script=[str(SCRIPT.with_name("stock.py"))])
+    assert done.returncode == 0, done.stderr[-3000:]
+    log = lines(tmp_path)
+    assert [line["weights"] for line in log] == ["step 0", "step 1"]
+    assert all(line["differ"] > line["tokens"] / 2 for line in log)
+    picture = tmp_path / "picture.svg"
+    plot = [sys.executable, str(SCRIPT.with_name("plot.py")), str(picture), f"stock={tmp_path}"]
+    subprocess.run(plot, check=True, timeout=120)
+    assert "stock" in picture.read_text()

@@ -5,16 +5,11 @@ import torch
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
+from megatron.core.transformer.enums import AttnBackend
+
 from isomodels.config import read_config
 from isomodels.megatron import transformer_config
 from isomodels.megatron.process import start_process, stop_process
-from tests.checkpoints import make_qwen3
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return make_qwen3(tmp_path_factory.mktemp("checkpoint") / "qwen3", torch.bfloat16, tied=True)
-
 
 BRIDGE_FIELDS = [
     pytest.param(  # SkyRL
@@ -31,7 +26,11 @@ BRIDGE_FIELDS = [
             "masked_softmax_fusion": True,
             "moe_token_dispatcher_type": "alltoall",
             "moe_router_load_balancing_type": "none",
+            "moe_aux_loss_coeff": 0.0,
+            "moe_router_dtype": "fp32",
             "moe_grouped_gemm": True,
+            "moe_enable_routing_replay": False,
+            "mtp_num_layers": None,
         },
         id="skyrl",
     ),
@@ -41,7 +40,15 @@ BRIDGE_FIELDS = [
             "fp16": False,
             "bf16": True,
             "sequence_parallel": False,
+            "tensor_model_parallel_size": 1,
+            "pipeline_model_parallel_size": 1,
+            "expert_model_parallel_size": 1,
+            "expert_tensor_parallel_size": None,
             "virtual_pipeline_model_parallel_size": None,
+            "context_parallel_size": 1,
+            "overlap_p2p_comm": False,
+            "batch_p2p_comm": False,
+            "attention_backend": AttnBackend.flash,
             "variable_seq_lengths": True,
             "moe_token_dispatcher_type": "alltoall",
             "moe_router_load_balancing_type": "none",

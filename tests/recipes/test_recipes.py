@@ -5,8 +5,8 @@ The frameworks are stand-ins; the model, Megatron's wrappers and the logprobs ar
 
 import importlib
 import inspect
+import sys
 from dataclasses import dataclass
-from itertools import chain
 from types import SimpleNamespace
 
 import pytest
@@ -15,123 +15,115 @@ from torch import Tensor
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
-from megatron.core.packed_seq_params import PackedSeqParams
-
 from isomodels.contract import Contract, contract_of
 from isomodels.errors import UnsupportedError
-from isomodels.megatron import Trainer
-from isomodels.validate.bits import bits
-from tests.checkpoints import make_qwen3
+from tests.recipes.packed import (
+    ALIGN,
+    assert_same,
+    assert_trains,
+    left_padded,
+    packed,
+    rows_of,
+)
 from tests.recipes.recipes import load, recipes, stand_in
 
-LENGTHS = (5, 1, 17, 9)
-ALIGN = 8  # frameworks pad each packed sequence to a multiple
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return make_qwen3(tmp_path_factory.mktemp("checkpoint") / "qwen3", torch.bfloat16, tied=True)
-
-
-@pytest.fixture(scope="module")
-def trainer(checkpoint):
-    with Trainer(checkpoint, dtype=torch.bfloat16) as trainer:
-        yield trainer
-
-
-@pytest.fixture(scope="module")
-def sequences() -> list[list[int]]:
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randint(512, (n,), generator=generator).tolist() for n in LENGTHS]
-
-
-def packed(sequences: list[list[int]]) -> tuple[Tensor, PackedSeqParams]:
-    """[1, T] tokens and bounds, each sequence padded to a multiple of `ALIGN`."""
-    padded = [[*s, *[0] * (-len(s) % ALIGN)] for s in sequences]
-    edges, real = ([0], [0])
-    for long, short in zip(padded, sequences, strict=True):
-        edges.append(edges[-1] + len(long))
-        real.append(real[-1] + len(short))
-    bounds, given = (torch.tensor(e, dtype=torch.int32) for e in (edges, real))
-    params = PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=given,
-        cu_seqlens_kv=given,
-        cu_seqlens_q_padded=bounds,
-        cu_seqlens_kv_padded=bounds,
-        max_seqlen_q=max(map(len, padded)),
-        max_seqlen_kv=max(map(len, padded)),
-    )
-    return torch.tensor([list(chain.from_iterable(padded))]), params
-
-
-def expected(trainer: Trainer, sequences: list[list[int]]) -> list[Tensor]:
-    return trainer.score(sequences)
-
-
-def assert_same(found: Tensor, wanted: Tensor) -> None:
-    assert torch.equal(bits(found), bits(wanted))
-
-
-def rows_of(params: PackedSeqParams, rows: Tensor, sequences: list[list[int]]) -> list[Tensor]:
-    """[T] -> for each sequence the logprobs of its tokens but the first."""
-    starts = params.cu_seqlens_q_padded.tolist()
-    return [rows[s : s + len(q) - 1] for s, q in zip(starts, sequences, strict=False)]
-
-
-def left_padded(sequences: list[list[int]]) -> tuple[Tensor, Tensor]:
-    """Tokens and mask [B, S], as SkyRL holds them."""
-    longest = max(map(len, sequences)) + 2
-    pads = [longest - len(s) for s in sequences]
-    tokens = [[0] * pad + s for pad, s in zip(pads, sequences, strict=True)]
-    mask = [[0] * pad + [1] * len(s) for pad, s in zip(pads, sequences, strict=True)]
-    return torch.tensor(tokens), torch.tensor(mask)
+PACKED = "from_parallel_logits_to_logprobs_packed_sequences"
+NEXT = "get_next_token_logprobs_from_logits"
+SKYRL = "skyrl.backends.skyrl_train.workers.megatron"
+VERL_FUSED = "verl.models.mcore.model_forward_fused"
+NEMO_LOSS = "nemo_rl.algorithms.loss.loss_input"
+REPLACED = {
+    "skyrl": [
+        (f"{SKYRL}.megatron_worker", "AutoBridge"),
+        (f"{SKYRL}.megatron_model_wrapper", PACKED),
+    ],
+    "verl": [
+        ("verl.models.mcore.bridge", "AutoBridge"),
+        (VERL_FUSED, "fused_output_processor"),
+        (VERL_FUSED, "_get_patching_model"),
+    ],
+    "nemo_rl": [
+        ("nemo_rl.models.megatron.train", PACKED),
+        (NEMO_LOSS, PACKED),
+        (NEMO_LOSS, NEXT),
+    ],
+    "slime": [("slime.utils.ppo_utils", "compute_log_probs")],
+}
 
 
 @pytest.fixture
-def bridge(monkeypatch):
-    """What the recipes import where Megatron-Bridge is missing: it notes how it is called."""
-    calls: list[tuple] = []
-
-    def iso_bridge(checkpoint, **kwargs):
-        calls.append((checkpoint, kwargs))
-        return SimpleNamespace()
-
-    module = "isomodels.megatron.bridge"
-    stand_in(monkeypatch, module, iso_bridge=iso_bridge, IsoAutoBridge=SimpleNamespace())
-    return calls
-
-
-def test_skyrl(trainer, sequences, bridge, monkeypatch, tmp_path):
-    workers = "skyrl.backends.skyrl_train.workers.megatron"
-    worker = stand_in(monkeypatch, f"{workers}.megatron_worker", AutoBridge=None)
-    wrapper = stand_in(monkeypatch, f"{workers}.megatron_model_wrapper")
+def skyrl(bridge, monkeypatch, tmp_path):
+    """Modules of SkyRL's Megatron worker, with the recipe installed."""
+    worker = stand_in(monkeypatch, f"{SKYRL}.megatron_worker", AutoBridge=None)
+    wrapper = stand_in(monkeypatch, f"{SKYRL}.megatron_model_wrapper", **{PACKED: None})
     load("isomodels_skyrl", tmp_path, monkeypatch).install()
+    return worker, wrapper
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_skyrl(trainer, sequences, bridge, skyrl, training):
+    worker, wrapper = skyrl
     worker.AutoBridge.from_hf_pretrained("PATH", trust_remote_code=True)
     assert bridge == [("PATH", {"trust_remote_code": True})]
 
     tokens, mask = left_padded(sequences)
     ids, params = packed(sequences)
-    logits = trainer.ddp(ids, None, None, packed_seq_params=params)
-    found = wrapper.from_parallel_logits_to_logprobs_packed_sequences(
-        logits,
-        ids,
-        params.cu_seqlens_q_padded,
-        tokens.shape[1],
-        vocab_start_index=0,
-        vocab_end_index=logits.shape[-1],
-        group=None,
-        inference_only=True,
-        cp_group=None,
-        chunk_size=None,
-        attention_mask=mask,
-        sub_seq_lengths=None,
-    )
+    with torch.set_grad_enabled(training):
+        logits = trainer.ddp(ids, None, None, packed_seq_params=params)
+        found = wrapper.from_parallel_logits_to_logprobs_packed_sequences(
+            logits,
+            ids,
+            params.cu_seqlens_q_padded,
+            tokens.shape[1],
+            vocab_start_index=0,
+            vocab_end_index=logits.shape[-1],
+            group=None,
+            inference_only=not training,
+            cp_group=None,
+            chunk_size=None,
+            attention_mask=mask,
+            sub_seq_lengths=None,
+        )
     assert found.shape == (len(sequences), tokens.shape[1] - 1)
-    for row, wanted in zip(found, expected(trainer, sequences), strict=True):
+    for row, wanted in zip(found, trainer.score(sequences), strict=True):
         kept = row[len(row) - len(wanted) :]
         assert_same(kept, wanted)
         assert (row[: len(row) - len(wanted)] == 0).all()
+    if training:
+        assert_trains(trainer, found)
+
+
+def test_what_packed_logprobs_cannot_do_is_refused(monkeypatch, tmp_path):
+    logprobs = load("isomodels_logprobs", tmp_path, monkeypatch)
+    given = (torch.zeros(1, 4, 8), torch.zeros(1, 4, dtype=torch.long), torch.tensor([0, 4]), 4)
+    for changed, named in (
+        ({"sub_seq_lengths": [[2, 2]]}, "several sequences in one row"),
+        ({"return_packed_layout": True}, "several sequences in one row"),
+        ({"sampling_params": Sampling(top_p=0.9)}, "top-p"),
+        ({"sampling_params": Sampling(top_k=20)}, "top-k"),
+    ):
+        with pytest.raises(NotImplementedError, match=named):
+            logprobs.packed_logprobs(*given, **changed)
+    for harmless in (None, Sampling(), Sampling(top_k=-1), Sampling(temperature=2.0)):
+        logprobs.packed_logprobs(*given, sampling_params=harmless)
+
+
+@pytest.mark.parametrize("name", ["skyrl", "verl", "nemo_rl", "slime"])
+def test_a_framework_without_the_hook_is_refused(bridge, monkeypatch, tmp_path, name):
+    """Each name that a recipe replaces, missing: then nobody would call ours."""
+    replaced = REPLACED[name]
+    for missing in replaced:
+        for other, _ in replaced:
+            monkeypatch.delitem(sys.modules, other, raising=False)
+        for module, attribute in replaced:
+            known = {} if (module, attribute) == missing else {attribute: None}
+            stand_in(monkeypatch, module, **known)
+        if name == "verl":
+            stand_in(monkeypatch, VERL_FUSED, unwrap_model=None)
+        if name == "slime":
+            stand_in(monkeypatch, "megatron.training", get_args=None)
+        with pytest.raises(ImportError, match=rf"{missing[0]} has no {missing[1]}"):
+            getattr(load(f"isomodels_{name}", tmp_path, monkeypatch), "install", print)()
 
 
 @dataclass
@@ -146,17 +138,52 @@ class Context:
     temperature: float
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_verl(trainer, sequences, bridge, monkeypatch, tmp_path, temperature):
+class GPTModel(torch.nn.Module):
+    """Megatron's own, which verl asks for by type."""
+
+
+def verl_looks_for_the_processor(fused, model) -> bool:
+    """How verl chooses between Megatron's `output_processor` and a forward of its own."""
+    found = fused._get_patching_model(model)
+    if found is None:
+        return False
+    names = inspect.signature(found.forward).parameters
+    return {"output_processor", "output_processor_context"} <= names.keys()
+
+
+def unwrap_model(model):
+    while hasattr(model, "module"):
+        model = model.module
+    return model
+
+
+@pytest.fixture
+def verl(monkeypatch):
+    """verl's two modules: the bridge, and the fused forward that takes a `GPTModel` alone."""
+
+    def patching_model(model):
+        return model if isinstance(unwrap_model(model), GPTModel) else None
+
     mcore = "verl.models.mcore"
-    theirs = stand_in(monkeypatch, f"{mcore}.bridge", AutoBridge=None)
-    fused = stand_in(monkeypatch, f"{mcore}.model_forward_fused", CausalLMOutputForPPO=Output)
+    return stand_in(monkeypatch, f"{mcore}.bridge", AutoBridge=None), stand_in(
+        monkeypatch,
+        VERL_FUSED,
+        CausalLMOutputForPPO=Output,
+        fused_output_processor=None,
+        unwrap_model=unwrap_model,
+        _get_patching_model=patching_model,
+    )
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_verl(trainer, sequences, bridge, verl, monkeypatch, tmp_path, temperature):
+    theirs, fused = verl
+    assert not verl_looks_for_the_processor(fused, trainer.ddp)  # what the recipe is needed for
     load("isomodels_verl", tmp_path, monkeypatch)
     theirs.AutoBridge.from_hf_pretrained("PATH", trust_remote_code=False)
     assert bridge == [("PATH", {"trust_remote_code": False})]
 
-    forward = inspect.signature(trainer.model.forward).parameters  # how verl chooses its path
-    assert {"output_processor", "output_processor_context"} <= forward.keys()
+    assert verl_looks_for_the_processor(fused, trainer.ddp)
     ids, params = packed(sequences)
     out = trainer.ddp(
         input_ids=ids,
@@ -172,31 +199,90 @@ def test_verl(trainer, sequences, bridge, monkeypatch, tmp_path, temperature):
         assert_same(row, wanted)
     assert out.entropy.shape == ids.shape
     assert (out.entropy > 0).all()
-    trainer.ddp.zero_grad_buffer()
-    torch.cat(found).sum().backward()
-    gradient = trainer.core.model.embed_tokens.weight.main_grad
-    assert gradient.abs().sum() > 0
-    trainer.ddp.zero_grad_buffer()
+    assert_trains(trainer, torch.cat(found))
 
 
-def test_nemo_rl(trainer, sequences, bridge, monkeypatch, tmp_path):
-    train = stand_in(monkeypatch, "nemo_rl.models.megatron.train")
+@pytest.fixture
+def nemo_rl(bridge, monkeypatch, tmp_path):
+    """NeMo-RL's scoring and loss modules, with the recipe installed."""
+    train = stand_in(monkeypatch, "nemo_rl.models.megatron.train", **{PACKED: None})
+    loss = stand_in(monkeypatch, NEMO_LOSS, **{PACKED: None, NEXT: None})
     package = importlib.import_module("isomodels.megatron")
     monkeypatch.setattr(
         package, "bridge", importlib.import_module("isomodels.megatron.bridge"), raising=False
     )
     load("isomodels_nemo_rl", tmp_path, monkeypatch).install()
+    return train, loss
+
+
+@dataclass
+class Sampling:
+    """As NeMo-RL's `TrainingSamplingParams`."""
+
+    top_k: int | None = None
+    top_p: float = 1.0
+    temperature: float = 1.0
+
+
+@pytest.mark.parametrize("pre_rolled", [None, False, True], ids=["scoring", "rolled", "fused loss"])
+def test_nemo_rl_packed(trainer, sequences, nemo_rl, pre_rolled):
+    train, loss = nemo_rl
     ids, params = packed(sequences)
     logits = trainer.ddp(
         input_ids=ids, position_ids=None, attention_mask=None, packed_seq_params=params
     )
-    length = max(map(len, sequences)) + ALIGN
-    found = train.from_parallel_logits_to_logprobs_packed_sequences(
-        logits, ids, params.cu_seqlens_q_padded, length, 0, logits.shape[-1], None,
-        inference_only=True, cp_group=None,
-    )  # fmt: skip
-    for row, wanted in zip(found, expected(trainer, sequences), strict=True):
+    bounds, length = params.cu_seqlens_q_padded, max(map(len, sequences)) + ALIGN
+    common = {"vocab_start_index": 0, "vocab_end_index": logits.shape[-1], "group": None}
+    common |= {"cp_group": None, "chunk_size": None, "sampling_params": Sampling()}
+    if pre_rolled is None:
+        found = train.from_parallel_logits_to_logprobs_packed_sequences(
+            logits,
+            target=ids,
+            cu_seqlens_padded=bounds,
+            unpacked_seqlen=length,
+            inference_only=True,
+            **common,
+        )
+    else:
+        found = loss.from_parallel_logits_to_logprobs_packed_sequences(
+            logits,
+            ids.roll(-1, 1) if pre_rolled else ids,
+            tuple(bounds.tolist()),
+            length,
+            inference_only=False,
+            target_is_pre_rolled=pre_rolled,
+            return_packed_layout=False,
+            **common,
+        )
+        assert_trains(trainer, found)
+    for row, wanted in zip(found, trainer.score(sequences), strict=True):
         assert_same(row[: len(wanted)], wanted)
+
+
+def test_nemo_rl_loss_of_each_sequence(trainer, sequences, nemo_rl):
+    _, loss = nemo_rl
+    ids, params = packed(sequences)
+    logits = trainer.ddp(
+        input_ids=ids, position_ids=None, attention_mask=None, packed_seq_params=params
+    )
+    bounds = params.cu_seqlens_q_padded.tolist()
+    rows = [
+        loss.get_next_token_logprobs_from_logits(
+            input_ids=torch.tensor([sequence]),
+            next_token_logits=logits.narrow(1, start, end - start),
+            vocab_parallel_rank=0,
+            vocab_parallel_group=None,
+            context_parallel_group=None,
+            sampling_params=Sampling(),
+            chunk_size=None,
+            cp_sharder=None,
+        )
+        for sequence, start, end in zip(sequences, bounds, bounds[1:], strict=False)
+    ]
+    for row, wanted in zip(rows, trainer.score(sequences), strict=True):
+        assert row.shape == (1, len(wanted))
+        assert_same(row[0], wanted)
+    assert_trains(trainer, torch.cat(rows, 1))
 
 
 def test_slime(checkpoint, sequences, trainer, monkeypatch, tmp_path):
@@ -212,6 +298,7 @@ def test_slime(checkpoint, sequences, trainer, monkeypatch, tmp_path):
         recompute_num_layers=1,
     )
     stand_in(monkeypatch, "megatron.training", get_args=lambda: args)
+    utils = stand_in(monkeypatch, "slime.utils.ppo_utils", compute_log_probs=None)
     load("isomodels_slime", tmp_path, monkeypatch)
     module, _, name = args.custom_model_provider_path.rpartition(".")
     provider = getattr(importlib.import_module(module), name)
@@ -226,11 +313,10 @@ def test_slime(checkpoint, sequences, trainer, monkeypatch, tmp_path):
         packed_seq_params=params,
         loss_mask=torch.ones_like(ids),
     )
-    compute_log_probs = load("isomodels_logprobs", tmp_path, monkeypatch).token_logprobs
-    rows = compute_log_probs(logits.squeeze(0), ids[0].roll(-1))
-    for row, wanted in zip(
-        rows_of(params, rows, sequences), expected(trainer, sequences), strict=True
-    ):
+    rows = utils.compute_log_probs(logits.squeeze(0).contiguous().clone(), ids[0].roll(-1), None)
+    assert rows.shape == (ids.shape[1], 1)
+    rows = rows.squeeze(-1)
+    for row, wanted in zip(rows_of(params, rows, sequences), trainer.score(sequences), strict=True):
         assert_same(row, wanted)
     assert model.config.hidden_size == trainer.config.hidden_size  # a critic's head needs it
     head = torch.nn.Linear(model.config.hidden_size, 1)
@@ -242,7 +328,7 @@ def test_slime(checkpoint, sequences, trainer, monkeypatch, tmp_path):
     assert model(ids, packed_seq_params=params).shape == (*ids.shape, 1)
 
 
-def test_the_sync_by_rpc(checkpoint, monkeypatch, tmp_path):
+def test_the_sync_by_rpc(checkpoint, trainer, monkeypatch, tmp_path):
     calls: list[tuple[str, dict]] = []
     sync = load("isomodels_sync", tmp_path, monkeypatch)
     sender = sync.sender(checkpoint, lambda method, kwargs: calls.append((method, kwargs)), "cpu")
@@ -250,9 +336,7 @@ def test_the_sync_by_rpc(checkpoint, monkeypatch, tmp_path):
     assert shake[0] == "init_weight_transfer_engine"
     told = Contract.from_json(shake[1]["init_info"]["contract"], "the contract")
     assert told.digests == contract_of(checkpoint, "cpu").digests
-    from isomodels.checkpoint import load_checkpoint
-
-    sender.send(dict(load_checkpoint(checkpoint).state_dict()), "step 3")
+    sync.send(sender, trainer.wrapped, "step 3")
     sender.close()
     assert [method for method, _ in calls[1:]] == [
         "start_weight_update",
