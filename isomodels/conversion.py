@@ -15,7 +15,7 @@ from torch import Tensor
 
 from isomodels.checkpoint import config_file
 from isomodels.config import read_config
-from isomodels.errors import CheckpointError
+from isomodels.errors import CheckpointError, UnsupportedError
 from isomodels.registry import ArchSpec
 from isomodels.stored_weights import Weights, open_weights
 from isomodels.weights_conv.bits import CastTensors, LazyTensors, same_bits, shorten
@@ -125,6 +125,7 @@ def plan_conversion(
 
     Raises:
         CheckpointError: fused experts whose layout nothing in config.json would tell.
+        UnsupportedError: a form of experts is asked of a model that has none.
     """
     target = dtype or source.config.torch_dtype
     kept = {s.name for rule in source.rules for s in rule.sources if s.dtype}
@@ -136,6 +137,10 @@ def plan_conversion(
         return Plan(source, to, target, source.rules, hf, hf)
     table = source.table
     fused = [rule.fused.hf_name or rule.fused.name for rule in table if isinstance(rule, Either)]
+    if not fused:
+        raise UnsupportedError(
+            f"--experts {experts}: {source.spec.architecture} has no experts: leave it out"
+        )
     rules = resolve(table, fused if experts == "fused" else ())
     if rules == source.rules:
         return Plan(source, to, target, rules, hf, hf)

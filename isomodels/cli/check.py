@@ -6,25 +6,37 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from isomodels.errors import IsoError
+from isomodels.cli.files import check_folder
+from isomodels.errors import CheckpointError, IsoError
 
 if TYPE_CHECKING:
     from isomodels.checkpoint import Checkpoint
 
+_LATEST = "latest_checkpointed_iteration.txt"
+
 
 def check(
-    checkpoint: Annotated[Path, typer.Argument(help="Hugging Face folder.")],
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    checkpoint: Annotated[
+        Path, typer.Argument(help="Hugging Face folder (config.json, *.safetensors).")
+    ],
+    json: Annotated[
+        bool, typer.Option("--json", help="Print JSON, also of what is not supported.")
+    ] = False,
 ) -> None:
     """Say what a checkpoint is and whether it is supported.
 
-    Reads the config and the tensors' headers strictly. Exit code: 0 supported; 2 not.
+    Reads the config and the tensors' headers strictly. Of Megatron folders, and for the memory that
+    a model needs: isomodels inspect.
+
+    Exit code: 0 supported; 2 not.
 
     Example: isomodels check Qwen3-0.6B
     """
-    from isomodels.checkpoint import open_checkpoint
-
     try:
+        check_folder(checkpoint)
+        _refuse_megatron(checkpoint)
+        from isomodels.checkpoint import open_checkpoint
+
         opened = open_checkpoint(checkpoint)
         # An operation may refuse a size that the config allows.
         opened.build(device="meta", carry_mtp=True)
@@ -37,6 +49,14 @@ def check(
         typer.echo(json_module.dumps(facts))
     else:
         print_facts(facts)
+
+
+def _refuse_megatron(checkpoint: Path) -> None:
+    """Only Hugging Face folders are checked here."""
+    if any((checkpoint / name).is_file() for name in (".metadata", _LATEST)):
+        raise CheckpointError(
+            f"{checkpoint} is a Megatron folder: see it with `isomodels inspect {checkpoint}`"
+        )
 
 
 def describe(checkpoint: "Checkpoint") -> dict[str, Any]:

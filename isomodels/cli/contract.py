@@ -6,6 +6,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from isomodels.cli.arguments import Dtype, device_option
+from isomodels.cli.files import check_folder
+from isomodels.errors import ContractError, UnsupportedError
+
 if TYPE_CHECKING:
     from isomodels.contract import Contract
 
@@ -14,17 +18,20 @@ contract = typer.Typer(
     rich_markup_mode=None,
     help="What decides the bits of a model here, and what differs between two sides.",
 )
-Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N: where the model would run.")]
-Dtype = Annotated[
-    str | None, typer.Option(help="float32 or bfloat16; by default the checkpoint's.")
+_SOURCE = "Hugging Face folder, or a contract in JSON as `show --json` prints it."
+Device = Annotated[
+    str | None, device_option("Of a folder: where the model would run [default: cpu].")
+]
+OfDtype = Annotated[
+    Dtype | None, typer.Option(help="Of a folder: of the model [default: the checkpoint's].")
 ]
 
 
 @contract.command()
 def show(
-    checkpoint: Annotated[Path, typer.Argument(help="Hugging Face folder, or a contract's JSON.")],
-    device: Device = "cpu",
-    dtype: Dtype = None,
+    checkpoint: Annotated[Path, typer.Argument(help=_SOURCE)],
+    device: Device = None,
+    dtype: OfDtype = None,
     json: Annotated[bool, typer.Option("--json", help="Print the whole contract.")] = False,
 ) -> None:
     """Print a model's contract: three digests, and every operation with its schedule.
@@ -32,8 +39,11 @@ def show(
     Equal `semantic` digests: the same logical model. Equal `numerical_policy` digests: the same
     bits. `deployment` is what moves no bit.
 
+    Exit code: 0 printed; 2 bad input.
+
     Example: isomodels contract show Qwen3-0.6B --device cuda
     """
+    _check([checkpoint], device, dtype)
     made = _read(checkpoint, device, dtype)
     if json:
         typer.echo(made.to_json())
@@ -57,18 +67,19 @@ def show(
 
 @contract.command()
 def diff(
-    left: Annotated[Path, typer.Argument(help="Hugging Face folder, or a contract's JSON.")],
+    left: Annotated[Path, typer.Argument(help=_SOURCE)],
     right: Annotated[Path, typer.Argument(help="The same.")],
-    device: Device = "cpu",
-    dtype: Dtype = None,
+    device: Device = None,
+    dtype: OfDtype = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Name what differs between two contracts, and which digest it moves.
 
-    Exit code: 0 the same model and the same bits; 1 not.
+    Exit code: 0 the same model and the same bits; 1 not; 2 bad input.
 
     Example: isomodels contract diff trainer.json engine.json
     """
+    _check([left, right], device, dtype)
     from isomodels.contract import differences
 
     found = differences(_read(left, device, dtype), _read(right, device, dtype))
@@ -83,22 +94,29 @@ def diff(
         raise typer.Exit(1)
 
 
-def _read(path: Path, device: str, dtype: str | None) -> "Contract":
+def _check(paths: list[Path], device: str | None, dtype: Dtype | None) -> None:
+    """Refuse what can be refused without torch."""
+    folders = [path for path in paths if not path.is_file()]
+    for path in folders:
+        check_folder(path, config=True)
+    if not folders and (device, dtype) != (None, None):
+        option = "--device" if device is not None else "--dtype"
+        raise UnsupportedError(
+            f"{option} is for a checkpoint's folder, and {paths[0]} is a contract that states its "
+            "own: leave it out"
+        )
+
+
+def _read(path: Path, device: str | None, dtype: Dtype | None) -> "Contract":
     import torch
 
     from isomodels.config import DTYPES
     from isomodels.contract import Contract, contract_of
-    from isomodels.errors import ContractError, UnsupportedError
 
-    if dtype is not None and dtype not in DTYPES:
-        raise UnsupportedError(f"--dtype {dtype}: use one of {', '.join(DTYPES)}")
     if path.is_file():
         try:
             return Contract.from_json(path.read_bytes(), str(path))
         except OSError as error:
-            raise ContractError(f"{path} cannot be read: {error}") from None
-    try:
-        where = torch.device(device)
-    except RuntimeError:
-        raise UnsupportedError(f"--device {device}: use cpu, cuda or cuda:N") from None
-    return contract_of(path, where, dtype=DTYPES[dtype] if dtype else None)
+            raise ContractError(f"{path} cannot be read: {error.strerror}") from None
+    where = torch.device(device or "cpu")
+    return contract_of(path, where, dtype=DTYPES[dtype.value] if dtype is not None else None)

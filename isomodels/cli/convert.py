@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from isomodels.cli.arguments import Dtype
+from isomodels.cli.source import Like, open_source
 from isomodels.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -37,21 +39,24 @@ def convert(
     ],
     destination: Annotated[Path, typer.Argument(help="Folder to write.")],
     to: Annotated[Target, typer.Option(help="Form to write.")] = Target.hf,
-    like: Annotated[
-        Path | None,
-        typer.Option(help="Hugging Face folder with config and tokenizer of a Megatron source."),
-    ] = None,
+    like: Like = None,
     dtype: Annotated[
-        str | None,
-        typer.Option(help="Round to float32 or bfloat16 [default: keep the file's dtype]."),
+        Dtype | None, typer.Option(help="Round to this dtype [default: keep the source's].")
     ] = None,
     experts: Annotated[
         ExpertsForm | None,
-        typer.Option(help="Experts apart or in one tensor [default: the source's form]."),
+        typer.Option(
+            help="Of a model with experts, in a Hugging Face folder: each expert's tensors apart, "
+            "or those of all in one [default: the source's form]."
+        ),
     ] = None,
     max_shard_size: Annotated[
         str | None,
-        typer.Option(help="Such as 2GB or 500MiB [default: the source's division into files]."),
+        typer.Option(
+            metavar="<size>",
+            help="Bytes a file may have, such as 2GB or 500MiB [default: the source's division "
+            "into files].",
+        ),
     ] = None,
     verify: Annotated[
         bool, typer.Option(help="Read back what was written and compare every bit.")
@@ -67,24 +72,28 @@ def convert(
     dist_checkpointing folders of any parallel layout, of isomodels' models or of Megatron's own.
     A contract in the source goes along; one that is not its config's is refused.
     The destination appears only when it is whole and checked; a checkpoint that is there is
-    replaced then. Exit code: 0 written; 2 bad input.
+    replaced then.
+
+    Exit code: 0 written; 2 bad input.
 
     Example: isomodels convert Qwen3-8B Qwen3-8B-megatron --to megatron
     """
+    if experts is not None and to is Target.megatron:
+        raise UnsupportedError(
+            "--experts is for Hugging Face folders, a Megatron folder has one form: leave it out"
+        )
+    size = parse_size(max_shard_size) if max_shard_size is not None else None
+    source_weights = open_source(source, like)
     from isomodels.cli.inspect import describe
     from isomodels.cli.progress import byte_bar
     from isomodels.config import DTYPES
     from isomodels.contract.stored import carried
     from isomodels.conversion import plan_conversion, run_conversion
-    from isomodels.stored_weights import open_weights
 
-    if dtype is not None and dtype not in DTYPES:
-        raise UnsupportedError(f"--dtype {dtype}: choose one of {', '.join(DTYPES)}")
-    size = parse_size(max_shard_size) if max_shard_size is not None else None
     plan = plan_conversion(
-        open_weights(source, like),
+        source_weights,
         to=to.value,
-        dtype=DTYPES[dtype] if dtype is not None else None,
+        dtype=DTYPES[dtype.value] if dtype is not None else None,
         experts=experts.value if experts is not None else None,
     )
     contract = carried(plan.source.path, *plan.written_config(), exact=plan.exact)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from isomodels.cli.source import Like, check_source, open_source
 from isomodels.errors import CheckpointError, IsoError
 
 if TYPE_CHECKING:
@@ -21,39 +22,56 @@ def inspect(
     checkpoint: Annotated[
         Path, typer.Argument(help="Hugging Face folder, or Megatron dist_checkpointing folder.")
     ],
-    like: Annotated[
-        Path | None,
-        typer.Option(help="Hugging Face folder with the config of a Megatron checkpoint."),
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    like: Like = None,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print JSON, also of what is not sound.")
+    ] = False,
 ) -> None:
     """Say what a checkpoint holds: architecture, layout, dtypes, parameters, memory.
 
     Reads headers only. Of one that does not fit its config, says all that is missing and all that
-    is unknown. Exit code: 0 sound; 2 not.
+    is unknown.
+
+    Exit code: 0 sound; 2 not.
 
     Example: isomodels inspect Qwen3-8B
     """
-    from isomodels.stored_weights import compare_names, open_weights
-
+    refused: IsoError | None = None
     try:
-        facts = describe(open_weights(checkpoint, like))
-    except CheckpointError as error:
-        facts = {"supported": False, "path": str(checkpoint), "reason": str(error)}
-        try:
-            facts["missing"], facts["unknown"] = compare_names(checkpoint, like)
-        except IsoError:  # what kept the checkpoint from being opened keeps its names from it too
-            facts["missing"] = facts["unknown"] = []
+        facts = describe(open_source(checkpoint, like))
+    except IsoError as error:
+        refused = error
+        missing, unknown = _names(checkpoint, like, error)
+        facts = {
+            "supported": False,
+            "path": str(checkpoint),
+            "reason": str(error),
+            "missing": missing,
+            "unknown": unknown,
+        }
     if json:
         typer.echo(json_module.dumps(facts))
-    elif facts["supported"]:
+    elif refused is None:
         _print_facts(facts)
     else:
         for what in ("missing", "unknown"):
             for name in facts[what]:
                 typer.echo(f"{what}: {name}")
-    if not facts["supported"]:
-        raise CheckpointError(facts["reason"])
+    if refused is not None:
+        raise refused
+
+
+def _names(checkpoint: Path, like: Path | None, error: IsoError) -> tuple[list[str], list[str]]:
+    """What a checkpoint lacks and what it should not have, where that is what is wrong with it."""
+    if not isinstance(error, CheckpointError):
+        return [], []
+    try:
+        check_source(checkpoint, like)
+        from isomodels.stored_weights import compare_names
+
+        return compare_names(checkpoint, like)
+    except IsoError:  # what kept the checkpoint from being opened keeps its names from it too
+        return [], []
 
 
 def describe(weights: "Weights") -> dict[str, Any]:

@@ -1,8 +1,11 @@
 """The `isomodels` command: one file in this folder is one subcommand.
 
-A mistake of the user's (`IsoError`) ends in its message on stderr and exit code 2.
+A mistake of the user's (`IsoError`, or an argument that typer refuses) ends in one sentence on
+stderr and exit code 2. A fault of the command itself is a traceback and exit code 3, since 1 says
+that something differs.
 """
 
+import traceback
 from typing import Annotated, Any
 
 import typer
@@ -18,9 +21,12 @@ from isomodels.cli.trace import trace
 from isomodels.cli.validate import validate
 from isomodels.errors import IsoError
 
+# Typer's click has no public name, in newer versions of typer not even its own package.
+_UsageError: Any = typer.BadParameter.__bases__[0]
+
 
 class Commands(TyperGroup):
-    """Turns an `IsoError` of any command into a message and exit code 2."""
+    """Turns the errors of any command into a message and an exit code."""
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command."""
@@ -29,6 +35,21 @@ class Commands(TyperGroup):
         except IsoError as error:
             typer.echo(f"error: {error}", err=True)
             raise typer.Exit(2) from None
+        except _UsageError as error:
+            path = error.ctx.command_path if error.ctx is not None else ctx.command_path
+            typer.echo(f"error: {_sentence(error)} (see `{path} --help`)", err=True)
+            raise typer.Exit(2) from None
+        except (typer.Exit, typer.Abort, BrokenPipeError):
+            raise
+        except Exception:
+            traceback.print_exc()
+            typer.echo("error: isomodels failed, see above: this is a fault of its own", err=True)
+            raise typer.Exit(3) from None
+
+
+def _sentence(error: Any) -> str:
+    """What typer says of a wrong argument, without its validator's words."""
+    return error.format_message().replace("Value error, ", "").rstrip(".").replace("\n", " ")
 
 
 app = typer.Typer(

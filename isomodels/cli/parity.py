@@ -4,20 +4,25 @@ import json
 import signal
 import sys
 import tempfile
-import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
-from isomodels.cli.files import check_writable
-from isomodels.errors import CheckpointError, IsoError, UnsupportedError
+from isomodels.cli.arguments import Dtype, Host, HostDevice, Workload, check_host
+from isomodels.cli.files import check_folder, check_writable
+from isomodels.errors import CheckpointError, UnsupportedError
+from isomodels.registry import get_spec
+
+if TYPE_CHECKING:
+    from isomodels.megatron.layout import Degrees
 
 DEFAULT_ARCH = "Qwen3ForCausalLM"
+_ALONE = "tp1"  # a layout of one process
 
 
 def parity(
@@ -47,27 +52,29 @@ def parity(
     arch: Annotated[
         str | None,
         typer.Option(
-            help="HF class name. Alone: a tiny random model of it "
-            f"[default: {DEFAULT_ARCH}]. With --checkpoint or --config: what it must be."
+            metavar="<class>",
+            help="Architecture, as config.json names its class. Alone: a tiny random model of it "
+            f"[default: {DEFAULT_ARCH}]. With --checkpoint or --config: what it must be. A wrong "
+            "name lists all.",
         ),
     ] = None,
     dtype: Annotated[
-        str | None,
+        Dtype | None,
         typer.Option(
-            help="float32 or bfloat16 [default: the checkpoint's, or bfloat16]. A checkpoint of "
-            "another dtype is cast into a temporary copy first."
+            help="What both sides compute in [default: the checkpoint's, or bfloat16]. A "
+            "checkpoint of another dtype is cast into a temporary copy first."
         ),
     ] = None,
     device: Annotated[
-        str, typer.Option(help="cpu or cuda: what vLLM and Megatron run on here.")
-    ] = "cpu",
+        HostDevice, typer.Option(help="What vLLM and Megatron run on here.")
+    ] = HostDevice.cpu,
     workload: Annotated[
-        str,
+        Workload,
         typer.Option(
             help="quick: sequences to 512 tokens, batches to 8, some 40,000 comparisons. full: to "
             "8,192 tokens and 256, over a million; for a GPU."
         ),
-    ] = "quick",
+    ] = Workload.quick,
     max_num_batched_tokens: Annotated[
         int | None,
         typer.Option(min=16, help="Rows of an engine's step [default: 128 or 2048]."),
@@ -75,19 +82,25 @@ def parity(
     trainer_layout: Annotated[
         str,
         typer.Option(
+            metavar="<layout>",
             help="How the trainer's ranks, a process each, share the model: any of tpN (tensor), "
-            "sp (sequence), ppN (pipeline), vppN (virtual stages), epN (expert), dpN (data)."
+            "sp (sequence), ppN (pipeline), vppN (virtual stages), epN (expert), dpN (data), with "
+            "commas, such as tp2,sp,pp2.",
         ),
-    ] = "tp1",
+    ] = _ALONE,
     engine_layout: Annotated[
-        str, typer.Option(help="The same of the engine's workers: tpN, or tpN,epN.")
-    ] = "tp1",
+        str,
+        typer.Option(
+            metavar="<layout>",
+            help="The same of the engine's workers: tpN, or tpN,epN with the same N.",
+        ),
+    ] = _ALONE,
     stock: Annotated[
         bool, typer.Option(help="Also compare vLLM's and transformers' own models.")
     ] = True,
     seed: Annotated[int, typer.Option(min=0, help="Of prompts, sampling and random weights.")] = 0,
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="Also write the report as JSON.")
+        Path | None, typer.Option("--json", help="Also write the report as JSON ('-': print it).")
     ] = None,
 ) -> None:
     """Run the real vLLM engine and the real Megatron trainer on one checkpoint and compare every
@@ -100,35 +113,27 @@ def parity(
 
     Example: isomodels parity --arch MiMoForCausalLM --trainer-layout tp2,sp,pp2
     """
-    from isomodels.config import DTYPES
-    from isomodels.megatron.layout import Degrees
+    if forward_only and (trainer_layout, engine_layout) != (_ALONE, _ALONE):
+        raise UnsupportedError("--forward-only runs no parallel layout: leave out the layouts")
+    _check_model(checkpoint, config, num_layers, forward_only, arch)
+    json_to = None if json_file is None or str(json_file) == "-" else json_file
+    check_writable(json_to)
+    of_trainer, of_engine = _layouts(trainer_layout, engine_layout)
     from isomodels.parity.checkpoints import random_checkpoint
     from isomodels.parity.forward_only import run_forward_only
     from isomodels.parity.remote import ProcessError
     from isomodels.parity.report import as_json, print_report
-    from isomodels.parity.run import check_device, run_parity
+    from isomodels.parity.run import check_device, check_engine_layout, run_parity
     from isomodels.parity.workload import WORKLOADS
 
-    for option, value, known in (("dtype", dtype, DTYPES), ("workload", workload, WORKLOADS)):
-        if value is not None and value not in known:
-            raise UnsupportedError(f"--{option} {value}: choose one of {', '.join(known)}")
-    if checkpoint is not None and config is not None:
-        raise UnsupportedError("--checkpoint and --config: give one of them")
-    if num_layers is not None and config is None:
-        raise UnsupportedError("--num-layers is only for --config")
-    if forward_only and config is None:
-        raise UnsupportedError("--forward-only is only for --config")
-    sizes = WORKLOADS[workload]
+    sizes = WORKLOADS[workload.value]
     if max_num_batched_tokens is not None:
         sizes = replace(sizes, max_num_batched_tokens=max_num_batched_tokens)
-    of_trainer, of_engine = Degrees.parse(trainer_layout), Degrees.parse(engine_layout)
-    if forward_only and (of_trainer, of_engine) != (Degrees(), Degrees()):
-        raise UnsupportedError("--forward-only runs no parallel layout: leave out the layouts")
-    check_device(device)
-    check_writable(json_file)
+    check_engine_layout(of_engine)
+    check_device(device.value)
     # Ending by a signal, too, must end the processes below and remove what they left.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    console, progress = Console(), Console(stderr=True)
+    progress = Console(stderr=True)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="isomodels-")))
         status = stack.enter_context(progress.status("making the checkpoint"))
@@ -136,7 +141,7 @@ def parity(
             chosen = _given(checkpoint, arch, dtype, folder)
         else:
             write = _config_alone if forward_only else random_checkpoint
-            chosen = _drawn(config, num_layers, arch, dtype, seed, device, folder, write)
+            chosen = _drawn(config, num_layers, arch, dtype, seed, device.value, folder, write)
 
         def say(what: str) -> None:
             status.update(what)
@@ -145,11 +150,13 @@ def parity(
 
         try:
             if forward_only:
-                report = run_forward_only(chosen, device=device, seed=seed, workload=sizes, say=say)
+                report = run_forward_only(
+                    chosen, device=device.value, seed=seed, workload=sizes, say=say
+                )
             else:
                 report = run_parity(
                     chosen,
-                    device=device,
+                    device=device.value,
                     seed=seed,
                     workload=sizes,
                     stock=stock,
@@ -157,31 +164,69 @@ def parity(
                     trainer_layout=of_trainer,
                     engine_layout=of_engine,
                 )
-        except IsoError:
-            raise
-        except Exception as error:  # an uncaught one would exit with 1, "a difference"
-            if not isinstance(error, ProcessError):
-                traceback.print_exc()
+        except ProcessError as error:
             typer.echo(f"error: {error}", err=True)
             raise typer.Exit(3) from None
         if (source := checkpoint or config) is not None:
             report.checkpoint = str(source)
-    print_report(report, console)
-    if json_file:
-        json_file.write_text(json.dumps(as_json(report), indent=2, allow_nan=False) + "\n")
+    as_text = json.dumps(as_json(report), indent=2, allow_nan=False)
+    if json_file is not None and json_to is None:
+        typer.echo(as_text)
+    else:
+        print_report(report, Console())
+    if json_to is not None:
+        json_to.write_text(as_text + "\n")
     if report.faults():
         raise typer.Exit(1)
 
 
-def _given(checkpoint: Path, arch: str | None, dtype: str | None, folder: Path) -> Path:
+def _check_model(
+    checkpoint: Path | None,
+    config: Path | None,
+    num_layers: int | None,
+    forward_only: bool,
+    arch: str | None,
+) -> None:
+    """Refuse what can be refused without torch."""
+    if checkpoint is not None and config is not None:
+        raise UnsupportedError("--checkpoint and --config are two models: give one of them")
+    for given, option in ((num_layers is not None, "num-layers"), (forward_only, "forward-only")):
+        if given and config is None:
+            raise UnsupportedError(f"--{option} is only for --config: give that too")
+    if arch is not None:
+        try:
+            get_spec(arch)
+        except UnsupportedError as error:
+            raise UnsupportedError(f"--arch: {error}") from None
+    for name, folder in (("--checkpoint", checkpoint), ("--config", config)):
+        if folder is not None:
+            check_folder(folder, name, config=True)
+
+
+def _layouts(trainer: str, engine: str) -> tuple["Degrees", "Degrees"]:
+    """Those of the trainer and of the engine, whose packages must be there."""
+    check_host(Host.vllm)
+    check_host(Host.megatron)
+    from isomodels.megatron.layout import Degrees
+
+    found = []
+    for side, text in (("trainer", trainer), ("engine", engine)):
+        try:
+            found.append(Degrees.parse(text))
+        except UnsupportedError as error:
+            raise UnsupportedError(f"--{side}-layout: {error}") from None
+    return found[0], found[1]
+
+
+def _given(checkpoint: Path, arch: str | None, dtype: Dtype | None, folder: Path) -> Path:
     """The user's checkpoint, or a copy cast to another dtype."""
     from isomodels.config import DTYPES, read_config
     from isomodels.conversion import convert_checkpoint
 
     spec, config = read_config(checkpoint)
     _check_arch(checkpoint, spec.architecture, arch)
-    if dtype is not None and dtype != config.dtype:
-        return convert_checkpoint(checkpoint, folder / "cast", dtype=DTYPES[dtype]).path
+    if dtype is not None and dtype.value != config.dtype:
+        return convert_checkpoint(checkpoint, folder / "cast", dtype=DTYPES[dtype.value]).path
     return checkpoint
 
 
@@ -189,7 +234,7 @@ def _drawn(
     config: Path | None,
     num_layers: int | None,
     arch: str | None,
-    dtype: str | None,
+    dtype: Dtype | None,
     seed: int,
     device: str,
     folder: Path,
@@ -199,18 +244,25 @@ def _drawn(
     from isomodels.config import load_config_dict, read_config
     from isomodels.parity.checkpoints import tiny_config
 
+    stated = "bfloat16"
     if config is None:
         raw = tiny_config(arch or DEFAULT_ARCH)
     else:
         raw = load_config_dict(config)
-        spec, parsed = read_config(raw)
+        spec, parsed = read_config(config)
         _check_arch(config, spec.architecture, arch)
-        dtype = dtype or parsed.dtype
+        stated = parsed.dtype
         if num_layers is not None:
+            kinds = raw.get("layer_types")
+            if kinds and num_layers > len(kinds):
+                raise UnsupportedError(
+                    f"--num-layers {num_layers}: {config} states the kinds of {len(kinds)} layers "
+                    "(layer_types): ask for no more"
+                )
             raw["num_hidden_layers"] = num_layers
-            if raw.get("layer_types"):
-                raw["layer_types"] = raw["layer_types"][:num_layers]
-    return write(folder / "random", raw, dtype or "bfloat16", seed, device)
+            if kinds:
+                raw["layer_types"] = kinds[:num_layers]
+    return write(folder / "random", raw, dtype.value if dtype else stated, seed, device)
 
 
 def _config_alone(path: Path, raw: dict[str, Any], dtype: str, *_: Any) -> Path:

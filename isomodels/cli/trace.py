@@ -3,60 +3,108 @@
 import json as json_module
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from isomodels.errors import TraceError, UnsupportedError
+from isomodels.cli.arguments import Host, check_host, device_option
+from isomodels.cli.files import check_folder, check_recording, check_written
+from isomodels.cli.sequences import check_ids, chosen, read_ids
+from isomodels.errors import UnsupportedError
+from isomodels.trace.choice import Choice
 
 if TYPE_CHECKING:
-    from isomodels.trace import Choice, Comparison
+    from isomodels.trace import Comparison
 
 trace = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
     help="Digests of every operation for chosen tokens, and the first that differs.",
 )
-HOSTS = ("module", "vllm", "megatron")
 _SHOWN = 5
 
 
 @trace.command()
 def record(
     checkpoint: Annotated[Path, typer.Argument(help="Hugging Face folder.")],
-    out: Annotated[Path, typer.Argument(help="File to write.")],
-    ids: Annotated[Path, typer.Option(help="JSON: token ids, one list a sequence.")],
+    out: Annotated[
+        Path, typer.Argument(help="File to write; a recording that is there is replaced.")
+    ],
+    ids: Annotated[
+        Path,
+        typer.Option(
+            help="JSON file with a list of token ids for each sequence, such as "
+            "[[1, 2, 3], [4, 5]]."
+        ),
+    ],
     host: Annotated[
-        str,
-        typer.Option(help="Who runs them: module (alone), vllm (engine) or megatron (trainer)."),
-    ] = "module",
+        Host,
+        typer.Option(
+            help="Who runs the sequences: the module alone, vLLM's engine or Megatron's trainer."
+        ),
+    ] = Host.module,
     positions: Annotated[
-        str | None, typer.Option(help="Of each sequence, such as 3,10:20,40: [default: all].")
+        str | None,
+        typer.Option(
+            metavar="<positions>",
+            help="Tokens of each sequence, counted from 0: numbers, and ranges without their end, "
+            "such as 3,10:20,40: [default: all].",
+        ),
     ] = None,
     device: Annotated[
-        str, typer.Option(help="cpu or cuda, for the module alone; hosts take what is here.")
-    ] = "cpu",
+        str | None,
+        device_option(
+            "Where the module runs alone; a host takes the GPU where there is one [default: cpu]."
+        ),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print what was recorded as JSON.")] = False,
 ) -> None:
     """Run sequences on one side and write the digest of every operation's output at every token.
 
     A live side is recorded without this command: an engine by collective_rpc
     isomodels_trace_start and isomodels_trace_stop, a trainer by isomodels.trace.record.
 
+    Exit code: 0 written; 2 bad input.
+
     Example: isomodels trace record Qwen3-0.6B engine.trace --ids ids.json --host vllm
     """
-    from isomodels.trace import Choice
+    if host is not Host.module and device is not None:
+        raise UnsupportedError(
+            f"--device is for the module alone: --host {host} takes the GPU where there is one: "
+            "leave it out"
+        )
+    sequences = read_ids(ids)
+    choice = chosen(positions, sequences)
+    check_folder(checkpoint, config=True)
+    check_recording(out)
+    check_host(host)
+    run = {Host.vllm: _run_engine, Host.megatron: _run_trainer}.get(
+        host, partial(_run_module, device=device or "cpu")
+    )
+    run(checkpoint, ids, sequences, choice, out)
+    _tell(out, host, json)
 
-    if host not in HOSTS:
-        raise UnsupportedError(f"--host {host}: use one of {', '.join(HOSTS)}")
-    sequences = _read_ids(ids)
-    choice = Choice.parse(None, positions)
-    if host == "module":
-        _run_module(checkpoint, sequences, choice, out, device)
-    else:
-        run = _run_engine if host == "vllm" else _run_trainer
-        run(checkpoint, sequences, choice, out)
-    typer.echo(f"recorded {out}")
+
+def _tell(out: Path, host: Host, as_json: bool) -> None:
+    from isomodels.trace import Recording
+
+    written = Recording.load(out)
+    facts = {
+        "path": str(out),
+        "host": host.value,
+        "sequences": len(written.sequences),
+        "tokens": len(written.position),
+        "operations": sum(len(entry.form.operations) for entry in written.entries),
+    }
+    if as_json:
+        typer.echo(json_module.dumps(facts))
+        return
+    typer.echo(
+        f"recorded {out}: {facts['tokens']} tokens of {facts['sequences']} sequences, "
+        f"{facts['operations']} operations"
+    )
 
 
 @trace.command()
@@ -71,10 +119,12 @@ def diff(
     called. First is the earliest token with any difference, and there the earliest operation: all
     before it agree.
 
-    Exit code: 0 nothing differs; 1 something does; 2 nothing to compare.
+    Exit code: 0 nothing differs; 1 something does; 2 bad input, or nothing to compare.
 
     Example: isomodels trace diff engine.trace trainer.trace
     """
+    for path in (left, right):
+        check_written(path, "recording", "isomodels trace record")
     from isomodels.trace import Recording, compare
 
     found = compare(Recording.load(left), Recording.load(right))
@@ -120,22 +170,14 @@ def _hex(digest: int | None) -> str:
     return "-" if digest is None else f"{digest & (1 << 64) - 1:016x}"
 
 
-def _read_ids(path: Path) -> list[list[int]]:
-    try:
-        found = json_module.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, json_module.JSONDecodeError) as error:
-        raise TraceError(f"--ids {path} cannot be read: {error}") from None
-    sound = isinstance(found, list) and all(
-        isinstance(one, list) and one and all(type(i) is int and i >= 0 for i in one)
-        for one in found
-    )
-    if not sound or not found:
-        raise TraceError(f"--ids {path}: give a list of lists of token ids, such as [[1, 2], [3]]")
-    return found
-
-
 def _run_module(
-    checkpoint: Path, sequences: Sequence[Sequence[int]], choice: "Choice", out: Path, device: str
+    checkpoint: Path,
+    ids: Path,
+    sequences: Sequence[Sequence[int]],
+    choice: Choice,
+    out: Path,
+    *,
+    device: str,
 ) -> None:
     import torch
 
@@ -144,12 +186,9 @@ def _run_module(
     from isomodels.trace import record
     from isomodels.validate.device import refuse_device
 
-    try:
-        refuse_device(torch.device(device))
-    except RuntimeError:
-        raise UnsupportedError(f"--device {device}: use cpu, cuda or cuda:N") from None
+    refuse_device(torch.device(device))
+    _read_config(checkpoint, ids, sequences)
     core: Any = load_checkpoint(checkpoint).to(device)
-    _check_ids(sequences, core.config)
     flat = torch.tensor([i for sequence in sequences for i in sequence], device=device)
     bounds = torch.tensor([0, *map(len, sequences)], device=device).cumsum(0).int()
     with record(core, out, choice=choice, about={"host": "module"}), torch.no_grad():
@@ -157,13 +196,11 @@ def _run_module(
 
 
 def _run_engine(
-    checkpoint: Path, sequences: Sequence[Sequence[int]], choice: "Choice", out: Path
+    checkpoint: Path, ids: Path, sequences: Sequence[Sequence[int]], choice: Choice, out: Path
 ) -> None:
-    from isomodels.config import read_config
+    config = _read_config(checkpoint, ids, sequences, room=1)  # for the token that it samples
     from isomodels.vllm import Engine, Request
 
-    _, config = read_config(checkpoint)
-    _check_ids(sequences, config)
     limits: dict[str, Any] = {
         "max_model_len": max(map(len, sequences)) + 1,
         "skip_tokenizer_init": True,
@@ -171,18 +208,16 @@ def _run_engine(
     with Engine(checkpoint, dtype=config.dtype, **limits) as engine:
         engine.llm.collective_rpc("isomodels_trace_start", kwargs={"positions": choice.text})
         engine.run([Request(sequence, prompt_logprobs=True) for sequence in sequences])
-        engine.llm.collective_rpc("isomodels_trace_stop", kwargs={"path": str(out)})
+        engine.llm.collective_rpc("isomodels_trace_stop", kwargs={"path": str(out.absolute())})
 
 
 def _run_trainer(
-    checkpoint: Path, sequences: Sequence[Sequence[int]], choice: "Choice", out: Path
+    checkpoint: Path, ids: Path, sequences: Sequence[Sequence[int]], choice: Choice, out: Path
 ) -> None:
-    from isomodels.config import read_config
+    config = _read_config(checkpoint, ids, sequences)
     from isomodels.megatron import Trainer
     from isomodels.trace import record
 
-    _, config = read_config(checkpoint)
-    _check_ids(sequences, config)
     with (
         Trainer(checkpoint, dtype=config.torch_dtype) as trainer,
         record(trainer.core, out, choice=choice, about={"host": "megatron"}),
@@ -190,13 +225,12 @@ def _run_trainer(
         trainer.score(sequences)
 
 
-def _check_ids(sequences: Sequence[Sequence[int]], config: Any) -> None:
-    largest = max(map(max, sequences))
-    if largest >= config.vocab_size:
-        raise TraceError(f"--ids has token {largest}, the model has {config.vocab_size}")
-    longest = max(map(len, sequences))
-    if longest > config.max_position_embeddings:
-        raise TraceError(
-            f"--ids has a sequence of {longest} tokens, the model takes "
-            f"{config.max_position_embeddings}"
-        )
+def _read_config(
+    checkpoint: Path, ids: Path, sequences: Sequence[Sequence[int]], room: int = 0
+) -> Any:
+    """The model's config, when the sequences fit it."""
+    from isomodels.config import read_config
+
+    _, config = read_config(checkpoint)
+    check_ids(ids, sequences, config, room)
+    return config

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from isomodels.cli.files import check_writable
+from isomodels.cli.arguments import device_option
+from isomodels.cli.files import check_writable, check_written
 from isomodels.cli.progress import check_bar
 from isomodels.errors import CheckpointError, UnsupportedError
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 def validate(
     device: Annotated[
         str | None,
-        typer.Option(help="cpu, cuda or cuda:1 [default: cuda where there is a GPU]."),
+        device_option("Where the kernels run [default: cuda where there is a GPU]."),
     ] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="What a host runs at its start where no report is.")
@@ -36,14 +37,16 @@ def validate(
     ] = False,
     operation: Annotated[
         list[str] | None,
-        typer.Option(help="Only this operation; may be repeated. Keeps no report."),
+        typer.Option(
+            metavar="<name>",
+            help="Only this operation, such as linear; may be repeated. Keeps no report. A wrong "
+            "name lists all.",
+        ),
     ] = None,
     compare: Annotated[
         Path | None,
         typer.Option(
-            exists=True,
-            dir_okay=False,
-            help="JSON of another machine: must the outputs' bits agree?",
+            help="Report that --json wrote on another machine: must the outputs' bits agree?",
         ),
     ] = None,
     json_file: Annotated[
@@ -67,15 +70,21 @@ def validate(
 
     Example: isomodels validate --json here.json
     """
-    from isomodels.validate.report import print_report
-
-    console = Console()
     json_to = None if json_file is None or str(json_file) == "-" else json_file
     check_writable(json_to)
     if interpret and (quick or device not in (None, "cpu")):
-        raise UnsupportedError("--interpret runs on the CPU and has one form: leave out the rest")
+        raise UnsupportedError(
+            "--interpret runs on the CPU and has one form: leave out --quick and --device"
+        )
+    if interpret and compare is not None:
+        raise UnsupportedError("--interpret shows no bits that --compare could compare: use one")
+    if compare is not None:
+        check_written(compare, "report", "isomodels validate --json")
     if interpret and os.environ.get("TRITON_INTERPRET") != "1":
         raise typer.Exit(_in_interpreter(operation or [], json_file))
+    from isomodels.validate.report import print_report
+
+    console = Console()
     other = _read(compare) if compare is not None else None
     report = _run(device, quick, interpret, operation)
     differ = _differences(report, other) if other is not None else []
@@ -104,7 +113,7 @@ def _read(file: Path) -> "Report":
         return read_json(json.loads(file.read_text()))
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"--compare {file}: no report of isomodels validate ({error})"
+            f"--compare {file}: no report of isomodels validate ({error}): give what --json wrote"
         ) from None
 
 
@@ -139,11 +148,8 @@ def _run(
     from isomodels.validate.battery import Place, load_operations
     from isomodels.validate.start import interpreted, validate
 
-    try:
-        on_gpu = torch.cuda.is_available() and not interpret
-        where = torch.device(device or ("cuda" if on_gpu else "cpu"))
-    except RuntimeError:
-        raise UnsupportedError(f"--device {device}: write cpu, cuda or cuda:1") from None
+    on_gpu = torch.cuda.is_available() and not interpret
+    where = torch.device(device or ("cuda" if on_gpu else "cpu"))
     place = Place(where, "quick" if quick else "full", interpret)
     known = [name for name, op in load_operations().items() if op.runs_on(place)]
     for name in operations or []:

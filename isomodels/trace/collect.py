@@ -9,67 +9,10 @@ from torch import Tensor
 
 from isomodels.errors import TraceError
 from isomodels.layers.parallel import named_tensors
+from isomodels.trace.choice import MAX_TOKENS, Choice
 from isomodels.trace.digest import tensor_digest
 from isomodels.trace.recorder import Form, Recorder, Section
 from isomodels.trace.recording import Entries, Recording
-
-MAX_TOKENS = 1 << 16
-
-
-@dataclass(frozen=True)
-class Choice:
-    """Which tokens to record.
-
-    Attributes:
-        sequences: names, or parts of names; None: every sequence.
-        positions: (first, end) of each stretch; None: every token.
-    """
-
-    sequences: tuple[str, ...] | None = None
-    positions: tuple[tuple[int, int], ...] | None = None
-
-    @staticmethod
-    def parse(sequences: str | None, positions: str | None) -> "Choice":
-        """From "NAME,NAME" and "3,10:20,40:".
-
-        Raises:
-            TraceError: for positions that are no numbers or ranges.
-        """
-        names = tuple(name for name in (sequences or "").split(",") if name) or None
-        if not positions:
-            return Choice(names)
-        try:
-            return Choice(names, tuple(_stretch(part) for part in positions.split(",")))
-        except ValueError:
-            raise TraceError(
-                f"positions {positions!r}: give numbers and ranges, such as 3,10:20,40:"
-            ) from None
-
-    @property
-    def text(self) -> str | None:
-        """The positions as `parse` reads them."""
-        if self.positions is None:
-            return None
-        return ",".join(f"{first}:{end}" for first, end in self.positions)
-
-    def has_sequence(self, name: str) -> bool:
-        """Whether any token of a sequence may be chosen."""
-        return self.sequences is None or any(part in name for part in self.sequences)
-
-    def has_position(self, position: int) -> bool:
-        """Whether a position is chosen."""
-        if self.positions is None:
-            return True
-        return any(first <= position < end for first, end in self.positions)
-
-
-def _stretch(text: str) -> tuple[int, int]:
-    first, colon, end = text.partition(":")
-    start = int(first) if first or not colon else 0
-    stop = (int(end) if end else 1 << 62) if colon else start + 1
-    if start < 0 or stop <= start:
-        raise ValueError(text)
-    return start, stop
 
 
 @dataclass(frozen=True)

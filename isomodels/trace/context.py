@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from isomodels.batch import Batch
-from isomodels.trace.collect import Choice, Collector, Span
+from isomodels.trace.choice import Choice
+from isomodels.trace.collect import Collector, Span
 from isomodels.trace.recorder import Recorder
 
 

@@ -11,7 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from isomodels.errors import TraceError
-from isomodels.trace.collect import Choice, Collector, Span
+from isomodels.trace.choice import Choice
+from isomodels.trace.collect import Collector, Span
 from isomodels.trace.recorder import Recorder
 from isomodels.vllm.versions import vllm_version
 

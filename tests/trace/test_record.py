@@ -272,6 +272,7 @@ def test_the_command(tmp_path):
     for name in ("a", "b"):
         made = invoke(app, ["trace", "record", str(path), str(tmp_path / name), *ids])
         assert made.exit_code == 0, made.output
+        assert "8 tokens of 2 sequences" in made.stdout
         if name == "a":  # another weight for the other side
             file = path / "model.safetensors"
             tensors = load_file(file)
@@ -289,15 +290,13 @@ def test_the_command(tmp_path):
     assert [line[1:3] for line in lines] == [["x", "equal"], ["weight", "DIFFERS"]]
     found = json.loads(invoke(app, ["trace", "diff", *both, "--json"]).stdout)
     assert found["first"]["module"] == "model.layers.1.self_attn.o_proj"
-    (tmp_path / "bad.json").write_text("[[1, 2], []]")
-    (tmp_path / "far.json").write_text("[[100000]]")
+    (tmp_path / "far.json").write_text("[[1], [2, 100000]]")
+    (tmp_path / "long.json").write_text(json.dumps([[1], [2] * 2049]))
     record_to = ["record", str(path), str(tmp_path / "c.trace")]
     for wrong, word in (
-        (["diff", both[0], str(tmp_path / "none")], "cannot be read"),
-        ([*record_to, "--ids", str(tmp_path / "bad.json")], "lists of token ids"),
-        ([*record_to, "--ids", str(tmp_path / "far.json")], "token 100000"),
-        ([*record_to, *ids, "--host", "sglang"], "module, vllm, megatron"),
-        ([*record_to, *ids, "--positions", "9:1"], "numbers and ranges"),
+        (["diff", both[0], str(tmp_path / "none")], "there is no recording"),
+        ([*record_to, "--ids", str(tmp_path / "far.json")], "token 1 of sequence 1 is 100000"),
+        ([*record_to, "--ids", str(tmp_path / "long.json")], "sequence 1 has 2,049 tokens"),
     ):
         refused = invoke(app, ["trace", *wrong])
         assert refused.exit_code == 2, wrong

@@ -245,9 +245,11 @@ def test_two_machines_are_compared(cache: Path, tmp_path: Path, broken: Broken) 
     ("arguments", "message"),
     [
         (("--device", "tpu9"), "--device tpu9: write cpu, cuda or cuda:1"),
-        (("--device", "mps"), "no kernels for mps: use cpu or cuda"),
+        (("--device", "mps"), "--device mps: write cpu, cuda or cuda:1"),
         (("--device", "cpu", "--operation", "softmax"), "--operation softmax: choose one of"),
-        (("--device", "cpu", "--json", "/nowhere/x.json"), "/nowhere/x.json: cannot be written"),
+        (("--device", "cpu", "--json", "/nowhere/x.json"), "there is no folder /nowhere: make it"),
+        (("--compare", "/nowhere/x.json"), "there is no report /nowhere/x.json"),
+        (("--interpret", "--compare", "x.json"), "--interpret shows no bits"),
         (("--interpret", "--quick"), "--interpret runs on the CPU and has one form"),
         (("--interpret", "--device", "cuda"), "--interpret runs on the CPU and has one form"),
     ],
