@@ -1,6 +1,7 @@
 """Strict reading of config.json: what is not stated or not implemented is named, never guessed."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -389,3 +390,30 @@ def test_a_config_cannot_be_changed():
     config = read_config(QWEN3_8B)[1]
     with pytest.raises(Exception, match="frozen"):
         config.rope_theta = 10000.0
+
+
+OF_EVERY_KIND = [
+    None, True, 0, -1, 1.5, float("nan"), float("inf"), "", "yarn", "default", [], ["yarn"], {},
+    {"type": []},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "folder", sorted((Path(__file__).parent / "data" / "configs").iterdir()), ids=lambda x: x.name
+)
+def test_a_field_of_any_kind_is_read_or_named(folder: Path) -> None:
+    """Fields of config.json and of the objects in it, in place of theirs and beside them."""
+    raw = json.loads((folder / "config.json").read_text())
+    places = [(raw,), *((raw, key) for key, value in raw.items() if isinstance(value, dict))]
+    refused = 0
+    for _, *path in places:
+        inside = raw[path[0]] if path else raw
+        for name in {*inside, "type", "rope_type", "rope_theta", "rope_scaling"}:
+            for value in OF_EVERY_KIND:
+                changed = {**inside, name: value}
+                try:
+                    read_config({**raw, path[0]: changed} if path else changed)
+                except (ConfigError, UnsupportedError) as error:
+                    assert len(str(error)) > 20
+                    refused += 1
+    assert refused > 100

@@ -188,7 +188,7 @@ def _take_yarn(fields: dict[str, Any]) -> Yarn | None:
             del stated["partial_rotary_factor"]
         if stated.get("rope_type", stated.get("type")) != "yarn":
             continue
-        if len({stated.pop(k) for k in ("rope_type", "type") if k in stated}) != 1:
+        if any(stated.pop(k) != "yarn" for k in ("rope_type", "type") if k in stated):
             raise ValueError(f"{key} has a type and another rope_type")
         theta = stated.pop("rope_theta", None)
         fields[key] = {} if theta is None else {"rope_theta": theta}
@@ -204,6 +204,6 @@ def _read_yarn(key: str, stated: dict[str, Any]) -> Yarn:
         raise ValueError(f"{key}.{unknown[0]} is unknown, its meaning is not implemented")
     for name, value in stated.items():
         number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not number or value < 0 or (value == 0 and "mscale" not in name):
+        if not number or not 0 <= value < float("inf") or (value == 0 and "mscale" not in name):
             raise ValueError(f"{key}.{name} = {value!r} is not supported (a positive number is)")
     return Yarn(**stated)

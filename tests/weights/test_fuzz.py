@@ -37,7 +37,12 @@ SIZES = {
     "head_dim": 8,
 }
 FAST, SLOW = 200, 2400
-quiet = {"deadline": None, "suppress_health_check": list(HealthCheck), "database": None}
+quiet = {
+    "deadline": None,
+    "suppress_health_check": list(HealthCheck),
+    "database": None,
+    "derandomize": True,
+}
 
 
 @pytest.fixture(scope="module")
