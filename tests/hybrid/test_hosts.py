@@ -207,16 +207,21 @@ def test_a_save_that_megatron_cannot_make_is_refused(checkpoint, tmp_path):
         trainer.save(tmp_path / "saved")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+# One of each kind in every run of the suite, the rest where there is time.
+OFTEN = ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3NextForCausalLM")
+SELDOM = ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
+
+
 @pytest.mark.parametrize(
-    "arch",
+    ("arch", "dtype"),
     [
-        "Qwen3_5ForCausalLM",
-        "Qwen3_5ForConditionalGeneration",
-        "Qwen3_5MoeForCausalLM",
-        "Qwen3_5MoeForConditionalGeneration",
-        "Qwen3NextForCausalLM",
+        *((arch, "bfloat16") for arch in OFTEN),
+        *(pytest.param(arch, "float32", marks=pytest.mark.slow) for arch in OFTEN),
+        *(
+            pytest.param(arch, dtype, marks=pytest.mark.slow)
+            for arch in SELDOM
+            for dtype in ("float32", "bfloat16")
+        ),
     ],
 )
 def test_parity(tmp_path, arch, dtype):

@@ -44,7 +44,9 @@ def _run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str
 )
 def test_every_case_has_equal_bits(tmp_path: Path, arch: str) -> None:
     file = tmp_path / "report.json"
-    done = _run("--arch", arch, "--dtype", "bfloat16", "--json", str(file))
+    # once: what stock does is no matter of the architecture
+    alone = () if arch == "MiMoForCausalLM" else ("--no-stock",)
+    done = _run("--arch", arch, "--dtype", "bfloat16", "--json", str(file), *alone)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(file.read_text())
     assert report["arch"] == arch
@@ -63,7 +65,8 @@ def test_every_case_has_equal_bits(tmp_path: Path, arch: str) -> None:
     assert sum(case["compared"] for case in report["cases"].values()) >= 5000
     assert report["update"]["logprobs_changed"] > 1000
     # What the project removes is there without it: the comparison is not blind.
-    assert report["stock"]["differ"] > report["stock"]["compared"] / 2
+    if not alone:
+        assert report["stock"]["differ"] > report["stock"]["compared"] / 2
     assert "Equal bits in every case" in done.stdout
 
 
@@ -84,7 +87,7 @@ def test_one_weight_off_by_one_ulp_is_found_and_named(tmp_path: Path) -> None:
     changed[5, 7] += 1
     save_file(tensors, engine / "model.safetensors", metadata={"format": "pt"})
 
-    report = run_parity(trainer, engine_checkpoint=engine)
+    report = run_parity(trainer, engine_checkpoint=engine, stock=False)
 
     before, after = report.phases["before_update"], report.phases["after_update"]
     assert before.tallies["engine_decode"].differ > 0
