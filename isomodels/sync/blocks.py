@@ -2,12 +2,15 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from isomodels.errors import CheckpointError
+
+Box = tuple[str, tuple[int, ...], tuple[int, ...]]  # name, offset, shape
 
 
 class Held(Protocol):
@@ -99,9 +102,14 @@ class Block:
         return dtype
 
     @property
+    def box(self) -> Box:
+        """Which part of which tensor it is."""
+        return self.name, self.offset, self.shape
+
+    @property
     def nbytes(self) -> int:
         """Its size."""
-        return torch.Size(self.shape).numel() * self.torch_dtype.itemsize
+        return prod(self.shape) * self.torch_dtype.itemsize
 
     def within(self, source: Tensor) -> Tensor:
         """The block's tensor as a view of its source, a flat tensor of bytes.
@@ -109,11 +117,12 @@ class Block:
         Raises:
             CheckpointError: it does not lie in the source.
         """
-        if self.place < 0 or self.place + self.nbytes > source.numel():
+        size, dtype = self.nbytes, self.torch_dtype
+        if self.place < 0 or self.place + size > source.numel():
             raise CheckpointError(f"the trainer's {self.name} lies outside of what it sent")
-        if self.nbytes == 0:
-            return source.new_empty(self.shape, dtype=self.torch_dtype)
-        return source[self.place : self.place + self.nbytes].view(self.torch_dtype).view(self.shape)
+        if size == 0:
+            return source.new_empty(self.shape, dtype=dtype)
+        return source[self.place : self.place + size].view(dtype).view(self.shape)
 
 
 def as_blocks(weights: "Mapping[str, Tensor] | Iterable[Held]") -> list[Held]:

@@ -1,5 +1,6 @@
 """The trainer's blocks against the pieces that a worker holds: check, gather, copy, check again."""
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from isomodels.errors import CheckpointError
 from isomodels.layers.pieces import Piece, copy_overlap, missing
-from isomodels.sync.blocks import Block
+from isomodels.sync.blocks import Block, Box
 from isomodels.sync.digest import copy_and_digest, digest, digests
 from isomodels.sync.transport import Receiver
 from isomodels.weights_conv.bits import dtype_name, shorten
@@ -47,10 +48,8 @@ def check_blocks(
                 f"{block.name} is {dtype_name(block.torch_dtype)} {list(block.whole)} instead of "
                 f"{dtype_name(dtype)} {shape}"
             )
-    if not problems:
-        held = [_piece(block, _empty(block)) for block in blocks]
-        if unfilled := missing(held, mine):
-            problems.append(f"not filled exactly once: {shorten(unfilled)}")
+    if not problems and (unfilled := _unfilled(blocks, mine)):
+        problems.append(f"not filled exactly once: {shorten(unfilled)}")
     if problems:
         raise CheckpointError(
             f"the trainer's weights are not those of this engine ({_KEPT}): " + "; ".join(problems)
@@ -80,12 +79,12 @@ def arrive(
         CheckpointError: bits were damaged on the way.
     """
     named: dict[str, list[tuple[Block, Tensor]]] = {}
-    wanted = {_box(piece): number for number, piece in enumerate(mine)}
+    wanted = {_box(piece) for piece in mine}
     wrong = []
     staged = None if receiver.lasting else _staged(mine)
     for block, tensor in zip(blocks, tensors, strict=True):
         # Without copies on the way, a whole piece is compared as it is copied (copy_in_place).
-        later = not receiver.damages and _box(_piece(block, tensor)) in wanted
+        later = not receiver.damages and block.box in wanted
         if not later and str(digest(tensor.to(device))) != block.digest:
             wrong.append(block.name)
         if staged is None:
@@ -157,9 +156,19 @@ def copy_in_place(sources: "Sequence[Source]", mine: Sequence[Piece]) -> None:
         )
 
 
+def _unfilled(blocks: Sequence[Block], mine: Sequence[Piece]) -> list[str]:
+    """Names of the pieces that the blocks do not fill exactly once."""
+    count = Counter(block.name for block in blocks)
+    alone = {block.box for block in blocks if count[block.name] == 1}
+    rest = [piece for piece in mine if _box(piece) not in alone]  # not a block of its own
+    names = {piece.name for piece in rest}
+    return missing([_piece(b, _empty(b)) for b in blocks if b.name in names], rest)
+
+
 def _source(piece: Piece, blocks: Sequence[tuple[Block, Tensor]]) -> Source:
+    box = _box(piece)
     for block, tensor in blocks:
-        if _box(_piece(block, tensor)) == _box(piece):
+        if block.box == box:
             return Source(piece.name, whole=tensor, expected=block.digest)
     return Source(piece.name, parts=[_piece(block, tensor) for block, tensor in blocks])
 
@@ -181,7 +190,8 @@ def _empty(block: Block) -> Tensor:
     return torch.empty(block.shape, dtype=block.torch_dtype, device="meta")
 
 
-def _box(piece: Piece) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+def _box(piece: Piece) -> Box:
+    """As `Block.box`."""
     return piece.name, tuple(piece.offset), tuple(piece.tensor.shape)
 
 
