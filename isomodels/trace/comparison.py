@@ -76,7 +76,8 @@ class Comparison:
         operations: that both ran, of those tokens.
         differing: tokens with any difference.
         only_left, only_right: operations that the other side did not run there.
-        weights: names of tensors whose digests differ.
+        weights: names of tensors that both sides have and whose digests differ; what a trainer
+            alone carries (MTP layers) is in no operation.
         first: None if nothing differs.
         places: how many tokens part first at each operation.
     """
@@ -130,7 +131,7 @@ def compare(left: Recording, right: Recording) -> Comparison:
         raise TraceError("the recordings have no operation in common: are they of one model?")
     places = _first_places(left, pairs)
     only = _unmatched(left, right)
-    names = left.weights.keys() | right.weights.keys()
+    names = left.weights.keys() & right.weights.keys()
     by_order = sorted(places, key=lambda t: (int(left.position[t]), int(left.sequence[t])))
     return Comparison(
         tokens=sum(value >= 0 for value in partners),
@@ -138,7 +139,7 @@ def compare(left: Recording, right: Recording) -> Comparison:
         differing=len(places),
         only_left=only[0],
         only_right=only[1],
-        weights=tuple(sorted(n for n in names if left.weights.get(n) != right.weights.get(n))),
+        weights=tuple(sorted(n for n in names if left.weights[n] != right.weights[n])),
         first=_fault(left, right, by_order[0], *places[by_order[0]]) if by_order else None,
         places=dict(Counter(_label(p.columns[c][0]) for p, _, c in places.values())),
     )

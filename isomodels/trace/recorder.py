@@ -4,6 +4,8 @@ Every operation is a torch operator, so one dispatch mode around the module sees
 forward ran is a list of operations whose tensors are columns of one matrix [tokens, columns].
 """
 
+import sys
+from bisect import bisect_right, insort
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -114,6 +116,14 @@ class Section:
         self.current = self.forms.index(form)
 
 
+@dataclass(frozen=True)
+class _Weights:
+    """The weights of one storage: (first byte, end, name), ascending."""
+
+    storage: StorageWeakRef
+    places: list[tuple[int, int, str]] = field(default_factory=list)
+
+
 class _Run(TorchDispatchMode):
     """Digests what the operators of one run give. Nothing else is looked at."""
 
@@ -122,7 +132,7 @@ class _Run(TorchDispatchMode):
         self.recorder, self.section = recorder, section
         self.form = Form(section.name)
         # storage -> its column, or what it is; the reference keeps another from its place
-        self.sources: dict[int, tuple[int | str, StorageWeakRef]] = dict(recorder.weights)
+        self.sources: dict[int, tuple[int | str, StorageWeakRef]] = {}
         self.places: tuple[str, Tensor] | None = None
         for tensor in _tensors_of(batch):
             self._name(tensor, _BATCH)
@@ -161,6 +171,9 @@ class _Run(TorchDispatchMode):
         found = self.sources.get(tensor.untyped_storage()._cdata)
         if found is not None:
             return found[0]
+        weight = self.recorder.weight_at(tensor)
+        if weight is not None:
+            return f"weight {weight}"
         if name == "table" or not tensor.dim() or len(tensor) != self.section.rows:
             return _CONSTANT
         return self._digest(tensor, False, "")
@@ -235,7 +248,7 @@ class Recorder:
         self.captures, self._warming = captures, captures
         self.armed, self.tolerant = False, False
         self.failed: Exception | None = None
-        self.weights: dict[int, tuple[int | str, StorageWeakRef]] = {}
+        self.weights: dict[int, _Weights] = {}
         self.forward, self.head = Section("decoder"), Section("head")
         self.after_head: Callable[[], None] | None = None
         self._names: list[str] = []
@@ -261,11 +274,23 @@ class Recorder:
         self.armed, self.failed = True, None
 
     def read_weights(self) -> None:
-        """Note which storage is which weight."""
+        """Note where each weight lies: a trainer's share one storage."""
         self.weights.clear()
         for name, tensor in named_tensors(self.core).items():
             reference = StorageWeakRef(tensor.untyped_storage())
-            self.weights[reference.cdata] = f"weight {name}", reference
+            held = self.weights.setdefault(reference.cdata, _Weights(reference))
+            begin = int(tensor.storage_offset()) * tensor.element_size()
+            insort(held.places, (begin, begin + tensor.nbytes, name))
+
+    def weight_at(self, tensor: Tensor) -> str | None:
+        """Name of the weight that a tensor is, or is a part of."""
+        held = self.weights.get(tensor.untyped_storage()._cdata)
+        if held is None:
+            return None
+        at = int(tensor.storage_offset()) * tensor.element_size()
+        number = bisect_right(held.places, (at, sys.maxsize, "")) - 1
+        _, end, name = held.places[number] if number >= 0 else (0, 0, "")
+        return name if at < end else None
 
     @contextmanager
     def watched(self) -> Iterator[None]:

@@ -162,6 +162,29 @@ def test_a_weight_that_differs_is_told_as_an_input(dense, tmp_path):
     assert set(found.places) == {f"{name} row_linear"}
 
 
+def test_weights_of_one_buffer_keep_their_names(tmp_path):
+    """As Megatron's wrapper lays them: all parameters are views of one storage."""
+    path = random_checkpoint(tmp_path / "c", tiny_config(NAMES[1]), "bfloat16", 0)
+    core = load_checkpoint(path)
+    sound = recorded(core, tmp_path / "a")
+    alike = [p for p in core.parameters() if p.dtype == torch.bfloat16]
+    flat = torch.cat([p.detach().flatten() for p in alike])
+    for part, p in zip(flat.split([p.numel() for p in alike]), alike, strict=True):
+        p.data = part.view(p.shape)
+    same = recorded(core, tmp_path / "b")
+    inputs = [[op.inputs for op in operations(one)] for one in (sound, same)]
+    assert inputs[0] == inputs[1]
+    named = {x for one in inputs[1] for x in one.values() if str(x).startswith("weight ")}
+    assert len(named) > 20
+    with torch.no_grad():
+        core.model.layers[1].self_attn.kv_b_proj.weight.neg_()
+    first = compare(sound, recorded(core, tmp_path / "c.trace")).first
+    assert first is not None
+    assert [value.source for value in first.inputs if value.differs] == [
+        "weight model.layers.1.self_attn.kv_b_proj.weight"
+    ]
+
+
 def test_chosen_tokens_alone(dense, tmp_path):
     everything = recorded(dense, tmp_path / "all")
     some = recorded(dense, tmp_path / "some", choice=Choice.parse("1", "2,9:"))
