@@ -7,7 +7,6 @@ trainer's module. The trainer's parameters lie in one buffer, as Megatron's do, 
 """
 
 import json
-import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -52,7 +51,7 @@ class TimedClient:
 
 
 def in_one_buffer(core: nn.Module) -> None:
-    """Move all parameters into one allocation, each at a multiple of 256 bytes."""
+    """Give all parameters room in one allocation, each at a multiple of 256 bytes; none a value."""
     parameters = list(core.parameters())
     step = 256 // parameters[0].element_size()
     sizes = [-(-p.numel() // step) * step for p in parameters]
@@ -173,31 +172,28 @@ def sync(layers: int = LAYERS) -> Iterator[Timing]:
                 "sync", f"{shape}: the engine stopped", BASELINE, stop, copy, floor, stop_spread
             )
         sender.close()
+    yield from kernels()
 
 
-def parts(nbytes: int = 16 << 30) -> None:
-    """What bounds a sync: the digest, the copy with its digest, and torch's copy, alone."""
+def kernels(nbytes: int = 16 << 30) -> Iterator[Timing]:
+    """What bounds a sync: the trainer's digests, and the engine's copy with its digests, alone."""
     from isomodels.sync.digest import copy_and_digest, digests
 
     source = [torch.randn(nbytes // 64 // 2, device="cuda").bfloat16() for _ in range(64)]
     target = [torch.empty_like(x) for x in source]
     moved = sum(x.nbytes for x in source)
     for name, call, units in (
-        ("digest", lambda: digests(source), 1),
-        ("copy and digest", lambda: copy_and_digest(source, target), 2),
-        ("torch's copy", lambda: torch._foreach_copy_(target, source), 2),
+        ("the trainer's digests alone", lambda: digests(source), 1),
+        ("the engine's copy with its digests alone", lambda: copy_and_digest(source, target), 2),
     ):
         times = []
-        for _ in range(8):
+        for _ in range(SYNCS + 1):
             torch.cuda.synchronize()
             begin = time.perf_counter()
             call()
             torch.cuda.synchronize()
-            times.append(time.perf_counter() - begin)
-        ms = 1e3 * statistics.median(times[1:])
-        print(f"{name}: {ms:.2f} ms, {units * moved / ms / 1e9:.2f} TB/s; large copy "
-              f"{bandwidth() / 1e9:.2f} TB/s")  # fmt: skip
-
-
-if __name__ == "__main__":
-    parts()
+            times.append(1e3 * (time.perf_counter() - begin))
+        ms, spread = summary(times[1:])
+        shape = f"{moved / 1e9:.1f} GB in {len(source)} tensors: {name}"
+        note = f"a large copy moved {bandwidth() / 1e9:.2f} TB/s"
+        yield Timing("sync", shape, BASELINE, ms, units * moved / bandwidth(), 0.6, spread, note)

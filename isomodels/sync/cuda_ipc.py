@@ -59,8 +59,10 @@ class CudaIpc(Alone):
         sources: dict[int, dict[str, Any]] = {}
         numbers: dict[int, int] = {}
         places: Places = []
+        base = size = 0
         for tensor in kept:
-            base, size = _allocation(tensor)
+            if not base <= tensor.data_ptr() < base + size:  # most lie beside the one before
+                base, size = _allocation(tensor)
             if base not in sources:
                 numbers[base] = len(sources)
                 sources[base] = {
