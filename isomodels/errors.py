@@ -21,6 +21,10 @@ class HostError(IsoError):
     """vLLM or Megatron is missing, or is a version that was not checked."""
 
 
+class LostRankError(IsoError):
+    """Another process of a training ended, or did not answer within the timeout."""
+
+
 class ContractError(IsoError):
     """Two sides that would not give the same bits, or a contract that cannot be read."""
 

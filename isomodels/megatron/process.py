@@ -2,6 +2,8 @@
 
 import gc
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
 from itertools import count
@@ -12,10 +14,12 @@ from megatron.core import parallel_state
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from isomodels.errors import HostError, UnsupportedError
+from isomodels.errors import HostError, LostRankError, UnsupportedError
 from isomodels.megatron.layout import Degrees
 
 _starts = count()
+# Of gloo's errors, which are plain RuntimeErrors.
+_OF_GLOO = ("third_party/gloo", "pair closure", "Connection closed by peer")
 
 
 def start_process(degrees: Degrees = Degrees(), timeout_s: float = 600.0) -> None:
@@ -63,6 +67,29 @@ def start_process(degrees: Degrees = Degrees(), timeout_s: float = 600.0) -> Non
         expert_tensor_parallel_size=1,  # experts are never cut
         distributed_timeout_minutes=timeout_s / 60,
     )
+
+
+@contextmanager
+def exchanging(doing: str) -> Iterator[None]:
+    """Say in one sentence that an exchange failed because of another rank.
+
+    Args:
+        doing: what this rank was doing.
+
+    Raises:
+        LostRankError: in place of the backend's error.
+    """
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    try:
+        yield
+    except RuntimeError as error:
+        gloo = any(words in str(error) for words in _OF_GLOO)
+        if not (gloo or isinstance(error, dist.DistError)):
+            raise
+        raise LostRankError(
+            f"rank {rank} of {ranks}, in {doing}: another rank ended, or did not answer within "
+            "the trainer's timeout_s: see the logs of the others; what was saved before is whole"
+        ) from error
 
 
 @cache

@@ -22,7 +22,7 @@ from isomodels.errors import HostError
 from isomodels.megatron import check_megatron, resume
 from isomodels.megatron.build import build_models, build_optimizer, wrap_models
 from isomodels.megatron.layout import Degrees
-from isomodels.megatron.process import start_process, stop_process
+from isomodels.megatron.process import exchanging, start_process, stop_process
 from isomodels.megatron.scoring import Scoring
 from isomodels.megatron.stages import gather_model
 
@@ -130,6 +130,7 @@ class Trainer(Scoring):
 
     # Training
 
+    @exchanging("a training step")
     def step(self, sequences: Sequence[Sequence[int]], *, num_microbatches: int = 1) -> StepResult:
         """One optimizer step on the mean negative logprob over all tokens.
 
@@ -140,6 +141,7 @@ class Trainer(Scoring):
         Raises:
             ValueError: where no sequence has a token to predict.
             HostError: where Megatron skipped the step.
+            LostRankError: where another rank ended or hangs.
         """
         if all(len(sequence) < 2 for sequence in sequences):
             raise ValueError("a training step needs a sequence of at least two tokens")
@@ -186,6 +188,7 @@ class Trainer(Scoring):
         whole = gather_model(self.models)
         return None if whole is None else dict(whole.state_dict())
 
+    @exchanging("a save")
     def save_hf(self, path: str | Path) -> None:
         """Writes the weights as a Hugging Face checkpoint like the one that was loaded.
 
@@ -201,11 +204,13 @@ class Trainer(Scoring):
             save_checkpoint(whole, path, like=self.checkpoint, contract=contract)
         dist.barrier()
 
+    @exchanging("a save")
     def save(self, path: str | Path) -> None:
         """Saves model, optimizer and contract with `dist_checkpointing`; see `resume.save`.
 
         Raises:
             CheckpointError: if the folder cannot be written.
+            LostRankError: where another rank ended or hangs; an earlier save is still there.
             HostError: if Megatron's helper process cannot start.
         """
         contract = self.contract().to_json()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from isomodels.errors import IsoError
+from isomodels.errors import IsoError, LostRankError
 from isomodels.parity.remote import ProcessError, Remote
 
 _POLL_SECONDS = 0.002
@@ -120,4 +120,6 @@ class Ranks:
 
 
 def _is_cause(error: Exception) -> bool:
+    if isinstance(error, LostRankError):  # of the others
+        return False
     return isinstance(error, IsoError) or " ended (exit code" in str(error)

@@ -51,8 +51,16 @@ CASES = [
             ("Glm4MoeLiteForCausalLM", 2, {}),
             ("DeepseekV3ForCausalLM", 2, EXPERTS),
             ("Qwen3_5ForCausalLM", 2, {}),
-            ("Qwen3_5MoeForCausalLM", 4, EXPERTS),
             ("Qwen3NextForCausalLM", 2, {}),
+            ("Qwen3NextForCausalLM", 2, EXPERTS),
+            ("Qwen3ForCausalLM", 4, {}),
+            ("MiMoForCausalLM", 4, {}),  # which share two key heads
+            ("Qwen3MoeForCausalLM", 4, EXPERTS),
+            ("Glm4MoeLiteForCausalLM", 4, {}),
+            ("Glm4MoeLiteForCausalLM", 4, EXPERTS),
+            ("DeepseekV3ForCausalLM", 4, EXPERTS),
+            ("Qwen3_5ForCausalLM", 4, {}),
+            ("Qwen3_5MoeForCausalLM", 4, EXPERTS),
         )
     ],
 ]

@@ -17,8 +17,8 @@ LAYERS = {"num_hidden_layers": 4}
 HYBRID = {
     **LAYERS,
     "full_attention_interval": 2,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
 }
 MODELS = {
     "qwen3": ("Qwen3ForCausalLM", {**LAYERS, "tie_word_embeddings": True}),
@@ -27,8 +27,10 @@ MODELS = {
     "deepseek": ("DeepseekV3ForCausalLM", LAYERS),
     "glm": ("Glm4MoeLiteForCausalLM", LAYERS),
     "qwen3_5": ("Qwen3_5ForCausalLM", HYBRID),
+    "qwen3_5_moe": ("Qwen3_5MoeForCausalLM", HYBRID),
     "qwen3_next": ("Qwen3NextForCausalLM", HYBRID),
 }
+WITHOUT_EXPERTS = ("Qwen3ForCausalLM", "MiMoForCausalLM", "Qwen3_5ForCausalLM")
 CASES = ("forward", "score", "recompute")
 ALONE: dict[tuple, dict[str, Any]] = {}
 
@@ -51,25 +53,45 @@ DENSE = [
     ("mimo", "bfloat16", "tp8"),
     ("mimo", "bfloat16", "tp2,sp,pp2"),
 ]
-
-
 EXPERTS = [
     ("qwen3_moe", "bfloat16", "tp2"),
     ("qwen3_moe", "bfloat16", "tp2,sp,ep2"),
+    ("qwen3_moe", "bfloat16", "tp2,sp,dp2,ep4"),
     ("qwen3_moe", "bfloat16", "dp2,ep2"),
     ("qwen3_moe", "bfloat16", "pp2"),
     ("deepseek", "bfloat16", "tp2,ep2"),
+    ("deepseek", "bfloat16", "tp4"),
     ("glm", "bfloat16", "tp2,sp"),
     ("glm", "bfloat16", "tp2,sp,pp2,ep2"),
 ]
 HYBRIDS = [
     ("qwen3_5", "bfloat16", "tp2,sp"),
     ("qwen3_5", "bfloat16", "pp2"),
+    ("qwen3_5_moe", "bfloat16", "tp4"),
+    ("qwen3_5_moe", "bfloat16", "dp2,ep2"),
     ("qwen3_next", "bfloat16", "tp2,ep2"),
 ]
+FAST = [*DENSE, *EXPERTS, *HYBRIDS]
+LAYOUTS = ("tp2", "tp2,sp", "tp4", "tp4,sp", "pp2", "pp2,vpp2", "tp2,pp2", "tp2,sp,pp2,vpp2", "dp2")
+OF_EXPERTS = ("dp2,ep2", "tp2,ep2", "tp2,sp,ep2", "dp4,ep4", "tp2,dp2,ep4", "tp4,sp,ep4")
+EIGHT = [
+    *[("mimo", layout) for layout in ("tp8,sp", "tp4,pp2", "tp2,sp,pp2,dp2")],
+    *[("qwen3_moe", layout) for layout in ("tp8", "tp8,sp,ep8", "tp2,pp2,dp2,ep4")],
+]
+EVERY = [
+    *[
+        (model, "bfloat16", layout)
+        for model, (architecture, _) in MODELS.items()
+        for layout in (*LAYOUTS, *(OF_EXPERTS if architecture not in WITHOUT_EXPERTS else ()))
+    ],
+    *[(model, "bfloat16", layout) for model, layout in EIGHT],
+    *[("mimo", "float32", layout) for layout in ("tp4,sp", "tp8")],
+    *[(model, "float32", "tp2,sp,ep2") for model in ("qwen3_moe", "glm", "qwen3_next")],
+]
+SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in EVERY if case not in FAST]
 
 
-@pytest.mark.parametrize(("model", "dtype", "layout"), [*DENSE, *EXPERTS, *HYBRIDS])
+@pytest.mark.parametrize(("model", "dtype", "layout"), [*FAST, *SLOW])
 def test_every_rank_has_the_bits_of_one_process(trainers, tiny, sequences, model, dtype, layout):
     architecture, fields = MODELS[model]
     path = tiny(architecture, dtype, **fields)
@@ -110,6 +132,28 @@ STEPS = [
     ("qwen3_moe", "tp2,dp2,ep2", {"distributed_optimizer": False}),
     ("qwen3", "tp2,pp2", {"distributed_optimizer": False}),
     ("qwen3_5", "tp2,sp", {}),
+    ("qwen3_moe", "tp2,sp,dp2,ep4", {}),
+    *[
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in (
+            ("qwen3", "dp2", {"overlap": True}),
+            ("qwen3", "tp2,sp,pp2,vpp2", {}),
+            ("qwen3", "tp2,sp,pp2,dp2", {}),
+            ("mimo", "tp4,sp", {}),
+            ("qwen3_moe", "dp4,ep4", {}),
+            ("qwen3_moe", "tp2,dp2,ep4", {}),
+            ("qwen3_moe", "tp4,sp,ep4", {}),
+            ("qwen3_moe", "pp2,dp2,ep2", {}),
+            ("deepseek", "tp2,pp2,ep2", {}),
+            ("deepseek", "tp4,sp,ep4", {}),
+            ("glm", "dp2,ep2", {}),
+            ("qwen3_5", "pp2,vpp2", {}),
+            ("qwen3_5_moe", "tp4,sp", {}),
+            ("qwen3_5_moe", "tp2,sp,ep2", {}),
+            ("qwen3_next", "dp2,ep2", {}),
+            ("qwen3_next", "tp2,pp2", {}),
+        )
+    ],
 ]
 
 
@@ -126,8 +170,10 @@ def test_steps_in_a_layout_are_those_of_one_process(
     ranks = trainers(Degrees.parse(layout).ranks)
     ranks.submit("train", str(path), "float32", layout, long_enough, out, **how)
     first, *others = ranks.results()
-    for name in ("losses", "norms"):
-        assert first[name] == pytest.approx(expected[name], rel=2e-6)
+    assert first["losses"] == pytest.approx(expected["losses"], rel=2e-6)
+    assert first["norms"][0] == pytest.approx(expected["norms"][0], rel=2e-6)
+    # Adam moves a weight as far for a tiny gradient, with its rounding, as for a large one
+    assert first["norms"][1:] == pytest.approx(expected["norms"][1:], rel=2e-5)
     for other in others:
         assert_all_same_bits(other["score"], first["score"])
     # the exported weights are those that the ranks trained

@@ -84,16 +84,18 @@ class TrainerRank:
             trainer.save_hf(f"{out}-hf")
             return trainer.steps
 
-    def train_on(self, path: str, layout: str, sequences: Sequences, started: str) -> None:
+    def train_on(
+        self, path: str, layout: str, sequences: Sequences, started: str, timeout_s: float
+    ) -> None:
         """Steps without end, and a mark after the first."""
-        with self.open(path, "float32", layout, timeout_s=60.0) as trainer:
+        with self.open(path, "float32", layout, timeout_s=timeout_s) as trainer:
             while True:
                 trainer.step(sequences)
                 Path(started).touch()
 
-    def save_on(self, path: str, layout: str, started: str, out: str) -> None:
+    def save_on(self, path: str, layout: str, started: str, out: str, timeout_s: float) -> None:
         """Saves without end, and a mark when the first begins."""
-        with self.open(path, "float32", layout, timeout_s=60.0) as trainer:
+        with self.open(path, "float32", layout, timeout_s=timeout_s) as trainer:
             number = 0
             while True:
                 Path(started).touch()
