@@ -68,7 +68,7 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
             "logits processors",
         ),
     ],
-    ids=str,
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else value,
 )
 def test_option(checkpoint, options, named):
     with pytest.raises(UnsupportedError) as error:
