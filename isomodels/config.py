@@ -199,7 +199,7 @@ def load_config_dict(path: Path) -> dict[str, Any]:
         raw = json.loads(file.read_text())
     except FileNotFoundError:
         raise ConfigError(f"{path} has no config.json") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # also of too many digits, or too deep
         raise ConfigError(f"{file} cannot be read: {error}") from None
     if not isinstance(raw, dict):
         raise ConfigError(f"{file} is no JSON object")
@@ -235,10 +235,22 @@ def read_config(source: Path | str | Mapping[str, Any]) -> tuple[ArchSpec, Any]:
             f"{where}: model_type is {raw.get('model_type')!r}, "
             f"{spec.architecture} has {spec.model_type!r}"
         )
+    if huge := _huge(raw):
+        raise ConfigError(f"{where}: {huge} is larger than any size of a model: correct it")
     try:
         return spec, load_object(spec.config)(**raw)
     except ValidationError as error:
         raise ConfigError(f"{where} of {spec.architecture}: {_explain(error)}") from None
+
+
+def _huge(fields: Mapping[str, Any]) -> str | None:
+    """The first field whose number no tensor's shape could hold."""
+    for name, value in fields.items():
+        if isinstance(value, int) and abs(value) >= 1 << 31:
+            return name
+        if isinstance(value, dict) and (below := _huge(value)):
+            return f"{name}.{below}"
+    return None
 
 
 def _explain(error: ValidationError) -> str:

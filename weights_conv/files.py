@@ -196,7 +196,7 @@ def _read_sharded(path: Path, names: set[str]) -> TensorFiles:
 def _read_index(file: Path) -> tuple[dict[str, str], dict[str, Any]]:
     try:
         index = json.loads(file.read_text())
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # also of too many digits, or too deep
         raise CheckpointError(f"cannot read {file}: {error}") from None
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:

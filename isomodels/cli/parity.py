@@ -19,7 +19,7 @@ from isomodels.errors import CheckpointError, UnsupportedError
 from isomodels.registry import get_spec
 
 if TYPE_CHECKING:
-    from isomodels.megatron.layout import Degrees
+    from isomodels.megatron.degrees import Degrees
 
 DEFAULT_ARCH = "Qwen3ForCausalLM"
 _ALONE = "tp1"  # a layout of one process
@@ -204,10 +204,8 @@ def _check_model(
 
 
 def _layouts(trainer: str, engine: str) -> tuple["Degrees", "Degrees"]:
-    """Those of the trainer and of the engine, whose packages must be there."""
-    check_host(Host.vllm)
-    check_host(Host.megatron)
-    from isomodels.megatron.layout import Degrees
+    """Those of the trainer and of the engine, whose packages must be installed."""
+    from isomodels.megatron.degrees import Degrees
 
     found = []
     for side, text in (("trainer", trainer), ("engine", engine)):
@@ -215,17 +213,19 @@ def _layouts(trainer: str, engine: str) -> tuple["Degrees", "Degrees"]:
             found.append(Degrees.parse(text))
         except UnsupportedError as error:
             raise UnsupportedError(f"--{side}-layout: {error}") from None
+    check_host(Host.vllm)
     return found[0], found[1]
 
 
 def _given(checkpoint: Path, arch: str | None, dtype: Dtype | None, folder: Path) -> Path:
     """The user's checkpoint, or a copy cast to another dtype."""
-    from isomodels.config import DTYPES, read_config
+    from isomodels.checkpoint import open_checkpoint
+    from isomodels.config import DTYPES
     from isomodels.conversion import convert_checkpoint
 
-    spec, config = read_config(checkpoint)
-    _check_arch(checkpoint, spec.architecture, arch)
-    if dtype is not None and dtype.value != config.dtype:
+    opened = open_checkpoint(checkpoint)  # a damaged file is found before the hosts start
+    _check_arch(checkpoint, opened.spec.architecture, arch)
+    if dtype is not None and dtype.value != opened.config.dtype:
         return convert_checkpoint(checkpoint, folder / "cast", dtype=DTYPES[dtype.value]).path
     return checkpoint
 

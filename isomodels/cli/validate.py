@@ -111,7 +111,7 @@ def _read(file: Path) -> "Report":
 
     try:
         return read_json(json.loads(file.read_text()))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(
             f"--compare {file}: no report of isomodels validate ({error}): give what --json wrote"
         ) from None

@@ -66,7 +66,7 @@ class Contract:
         """
         try:
             document = json.loads(text)
-        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        except (ValueError, RecursionError) as error:  # also of too many digits, or too deep
             raise ContractError(f"{where} is no JSON: {error}") from None
         if not isinstance(document, dict) or document.get("format") != FORMAT:
             raise ContractError(

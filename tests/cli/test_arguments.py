@@ -147,6 +147,17 @@ WRONG = {
     "--experts": (("convert", "a", "b", "--experts", "x"), "'x' is not one of 'apart', 'fused'"),
     "--max-shard-size": (("convert", "a", "b", "--max-shard-size", "2TB"), "such as 2GB"),
     "--arch": (("parity", "--arch", "GPT2LMHeadModel"), "--arch: unknown architecture"),
+    **{
+        f"--{side}-layout {text}": (("parity", f"--{side}-layout", text), word)
+        for side in ("trainer", "engine")
+        for text, word in (
+            ("tp0", f"--{side}-layout: layout 'tp0': 'tp0' is none of tpN, sp,"),
+            ("", f"--{side}-layout: layout ''"),
+            ("tp2,tp2", "states tp twice"),
+            ("sp", "give tpN"),
+            ("ep3", "use one of 1"),
+        )
+    },
     "--seed": (("parity", "--seed", "x"), "Invalid value for '--seed'"),
     "parity --json": (("parity", "--json", "T/none/x"), "there is no folder T/none: make it first"),
     "validate --json": (("validate", "--json", "T"), "--json T is a folder"),
