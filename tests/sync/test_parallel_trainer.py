@@ -27,7 +27,12 @@ from tests.vllm.support import draw
 
 SEQUENCES = [draw(n, n) for n in (17, 5, 33, 2)]
 PROMPTS = [draw(40, 1), draw(7, 2)]
-LIMITS = {"max_model_len": 64, "num_gpu_blocks_override": 24, "block_size": 16}
+LIMITS = {
+    "max_model_len": 64,
+    "num_gpu_blocks_override": 24,
+    "block_size": 16,
+    "skip_tokenizer_init": True,
+}
 HYBRID = {
     "full_attention_interval": 2,
     "linear_num_key_heads": 2,
