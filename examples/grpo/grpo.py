@@ -289,6 +289,7 @@ def base_model(args: argparse.Namespace) -> Path:
 def start_engine(args: argparse.Namespace, checkpoint: Path, engine: str) -> Rollouts:
     """The engine shares the device with the trainer, and answers are short."""
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     options = {"dtype": args.dtype, "max_model_len": 64, "gpu_memory_utilization": 0.3}
     if args.device == "cpu":  # where vLLM's sampler takes no seed of a prompt in chunks
         options |= {"enforce_eager": True, "enable_chunked_prefill": False}

@@ -1,18 +1,22 @@
-"""Draw the logs of two runs into one picture.
+"""Compare the logs of two runs: one table on the terminal, one picture.
 
 python examples/grpo/plot.py PICTURE isomodels=OUT1 stock=OUT2
 """
 
 import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.ticker import FixedLocator, MaxNLocator, PercentFormatter
+from rich.console import Console
+from rich.table import Table
 
-_LEAST = 1e-9  # a logarithmic axis has no zero: it is drawn here, and labelled
+_LEAST = 1e-8  # a logarithmic axis has no zero: it is drawn here
 
 
 def read(folder: Path) -> list[dict]:
@@ -26,23 +30,52 @@ def draw(picture: Path, runs: dict[str, list[dict]]) -> None:
     for name, lines in runs.items():
         steps = [line["step"] for line in lines]
         means = [max(line["mean_difference"], _LEAST) for line in lines]
-        (drawn,) = difference.plot(steps, means, label=f"{name}, mean")
         largest = [max(line["max_difference"], _LEAST) for line in lines]
-        difference.plot(steps, largest, "--", color=drawn.get_color(), label=f"{name}, largest")
         off = [line["differ"] / line["tokens"] for line in lines]
-        (drawn,) = share.plot(steps, off, label=f"{name}, not 1")
         clipped = [line["clipped"] for line in lines]
-        share.plot(steps, clipped, "--", color=drawn.get_color(), label=f"{name}, clipped")
+        for axis, first, second, words in (
+            (difference, means, largest, ("mean", "largest")),
+            (share, off, clipped, ("not 1", "clipped")),
+        ):  # where both are 0, the dashes show on the wide line
+            (drawn,) = axis.plot(steps, first, lw=4, alpha=0.4, label=f"{name}, {words[0]}")
+            axis.plot(steps, second, "--", color=drawn.get_color(), label=f"{name}, {words[1]}")
         reward.plot(steps, [line["reward"] for line in lines], label=name)
-    difference.set_yscale("log")
-    difference.set_title(f"|logprob difference| (0 is drawn at {_LEAST:g})")
-    share.set_title("share of tokens, by their ratio")
-    reward.set_title("reward")
+    powers = [_LEAST, *(10.0**n for n in range(-7, 1))]
+    difference.set(yscale="log", ylim=(_LEAST / 2, 2), title="|logprob difference| of a token")
+    difference.yaxis.set_major_locator(FixedLocator(powers))
+    difference.yaxis.set_minor_locator(FixedLocator([]))
+    difference.set_yticklabels(["0", *(f"1e{n}" for n in range(-7, 1))])
+    share.set(ylim=(-0.03, 1.03), title="share of tokens whose ratio is")
+    share.yaxis.set_major_formatter(PercentFormatter(1.0))
+    reward.set(ylim=(-0.03, 1.03), title="mean reward")
     for axis in (difference, share, reward):
         axis.set_xlabel("step")
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axis.grid(alpha=0.3)
         axis.legend(fontsize=8)
     figure.tight_layout()
-    figure.savefig(picture, dpi=120)
+    figure.savefig(picture, dpi=110)
+
+
+def table(runs: dict[str, list[dict]]) -> Table:
+    """A column for each run."""
+    shown = Table("", *runs)
+    total = {name: sum(line["tokens"] for line in lines) for name, lines in runs.items()}
+
+    def row(words: str, of: Callable[[str, list[dict]], str]) -> None:
+        shown.add_row(words, *(of(name, lines) for name, lines in runs.items()))
+
+    def mean(name: str, lines: list[dict]) -> str:
+        return f"{sum(x['mean_difference'] * x['tokens'] for x in lines) / total[name]:.2g}"
+
+    row("steps", lambda _, lines: str(len(lines)))
+    row("answered tokens", lambda name, _: f"{total[name]:,}")
+    row("whose ratio is not 1", lambda _, lines: f"{sum(x['differ'] for x in lines):,}")
+    row("mean |logprob difference|", mean)
+    row("largest", lambda _, lines: f"{max(x['max_difference'] for x in lines):.2g}")
+    row("reward of the first step", lambda _, lines: f"{lines[0]['reward']:.2f}")
+    row("of the last", lambda _, lines: f"{lines[-1]['reward']:.2f}")
+    return shown
 
 
 def main() -> None:
@@ -54,7 +87,9 @@ def main() -> None:
     parser.add_argument("runs", nargs="+", help="NAME=FOLDER")
     args = parser.parse_args()
     pairs = [run.partition("=") for run in args.runs]
-    draw(args.picture, {name: read(Path(folder)) for name, _, folder in pairs})
+    runs = {name: read(Path(folder)) for name, _, folder in pairs}
+    Console().print(table(runs))
+    draw(args.picture, runs)
 
 
 if __name__ == "__main__":
