@@ -74,6 +74,13 @@ class IsoModelProvider(TransformerConfig, ModelProviderMixin[IsoLanguageModel]):
             UnsupportedError: for a feature without equal bits, or not implemented.
         """
         super().finalize()
+        for axis in ("tensor", "pipeline", "expert"):
+            name = f"{axis}_model_parallel_size"
+            if (degree := getattr(self, name)) != 1:
+                raise UnsupportedError(
+                    f"{name} is {degree}: through Megatron-Bridge every rank holds the "
+                    "whole model; isomodels.megatron.model_provider gives it in parts"
+                )
         _, hf_config = read_config(self.checkpoint)
         check_transformer_config(self, hf_config)
         if self.should_pad_vocab or self.vocab_size != hf_config.vocab_size:

@@ -81,7 +81,11 @@ def test_model_through_the_bridge(checkpoint, sequences, tmp_path, kind, dtype):
 def test_refusals(checkpoint):
     path = checkpoint("qwen3", "fp32")
     for change, message in (
-        ({"tensor_model_parallel_size": 2}, "tensor_model_parallel_size"),
+        ({"tensor_model_parallel_size": 2}, "tensor_model_parallel_size is 2.*model_provider"),
+        (
+            {"pipeline_model_parallel_size": 2, "variable_seq_lengths": True},
+            "pipeline_model_parallel_size is 2",
+        ),
         ({"should_pad_vocab": True}, "pad the vocabulary"),
         ({"seq_length": 4096}, "max_position_embeddings"),
         ({"params_dtype": torch.bfloat16}, "set cast to True"),
