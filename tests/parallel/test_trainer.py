@@ -14,6 +14,7 @@ from isomodels.parity.ranks import Ranks
 from tests.megatron.bits import assert_all_same_bits
 
 LAYERS = {"num_hidden_layers": 4}
+EIGHT_HEADS = {**LAYERS, "num_attention_heads": 8, "head_dim": 16}
 HYBRID = {
     **LAYERS,
     "full_attention_interval": 2,
@@ -22,8 +23,8 @@ HYBRID = {
 }
 MODELS = {
     "qwen3": ("Qwen3ForCausalLM", {**LAYERS, "tie_word_embeddings": True}),
-    "mimo": ("MiMoForCausalLM", {**LAYERS, "num_attention_heads": 8, "head_dim": 16}),
-    "qwen3_moe": ("Qwen3MoeForCausalLM", LAYERS),
+    "mimo": ("MiMoForCausalLM", EIGHT_HEADS),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", EIGHT_HEADS),
     "deepseek": ("DeepseekV3ForCausalLM", LAYERS),
     "glm": ("Glm4MoeLiteForCausalLM", LAYERS),
     "qwen3_5": ("Qwen3_5ForCausalLM", HYBRID),
