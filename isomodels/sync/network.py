@@ -76,7 +76,8 @@ class Network:
         with ThreadPoolExecutor(1) as pool:
             answer = pool.submit(call, {"network": info})
             self._wait_for("joined", answer)
-            self._group = _group(self._store, 0, 1 + self.workers, limit)
+            own = _own_address(self.address, self._store.port, self.timeout_s)
+            self._group = _group(self._store, 0, 1 + self.workers, own, limit)
             answer.result()
 
     @contextmanager
@@ -157,10 +158,10 @@ class NetworkReceiver:
             )
         try:
             # A store would wait for a trainer that has ended already.
-            socket.create_connection((info["address"], info["port"]), self.timeout_s).close()
+            own = _own_address(info["address"], info["port"], self.timeout_s)
             self._store = TCPStore(info["address"], info["port"], is_master=False, timeout=limit)
             self._store.add("joined", 1)
-            self._group = _group(self._store, 1 + worker, info["size"], limit)
+            self._group = _group(self._store, 1 + worker, info["size"], own, limit)
         except (OSError, RuntimeError) as error:
             raise CheckpointError(
                 f"the trainer at {where} cannot be reached: {str(error).splitlines()[0]}"
@@ -194,9 +195,22 @@ def _parts(data: Tensor) -> Iterator[Tensor]:
         yield data[start : start + _BUCKET]
 
 
-def _group(store: Any, rank: int, size: int, limit: timedelta) -> Any:
-    """A process group that is no part of torch's global state."""
-    return dist.ProcessGroupGloo(PrefixStore("weights", store), rank, size, limit)
+def _own_address(address: str, port: int, timeout_s: float) -> str:
+    """This host's address on its way to the store.
+
+    Gloo takes what the host's own name stands for, which in most containers is 127.0.0.1.
+    """
+    with socket.create_connection((address, port), timeout_s) as connection:
+        return str(connection.getsockname()[0])
+
+
+def _group(store: Any, rank: int, size: int, own: str, limit: timedelta) -> Any:
+    """A process group at this host's address `own`; no part of torch's global state."""
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname=own)]
+    options._timeout = limit
+    return gloo(PrefixStore("weights", store), rank, size, options)
 
 
 def _broadcast(group: Any, data: Tensor, timeout_s: float) -> None:
