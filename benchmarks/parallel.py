@@ -42,6 +42,7 @@ MESSAGES = tuple(2**n for n in range(14, 25))  # bytes a rank
 LAYERS = 8
 LOAD = {"requests": 256, "tokens_in": 256, "tokens_out": 128}
 RUNS = 3
+ROWS = ("linear", "exchange", "engine")
 CACHE_BYTES = 6 * 2**30
 VOCAB_SIZE = 151936
 
@@ -304,16 +305,18 @@ def report(timings: list[Timing], gpus: int, out: Path) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", default="linear,exchange,engine")
+    parser.add_argument("--rows", default=",".join(ROWS), help="default: %(default)s")
     parser.add_argument("--out", type=Path, default=HERE)
     parser.add_argument("--gpus", type=int, default=torch.cuda.device_count())
     parser.add_argument("--wait", type=Path, help="start the engines, and time when this exists")
     parser.add_argument("--limit", type=float, default=600.0, help="seconds, after the wait")
     options = parser.parse_args()
+    names, failed, text = options.rows.split(","), [], ""
+    if unknown := sorted({*names} - {*ROWS}):
+        parser.error(f"there is no row {unknown[0]!r}, only {', '.join(ROWS)}")
     if options.gpus < 2:
         parser.error(f"these rows need two GPUs, there are {options.gpus}")
     options.out.mkdir(parents=True, exist_ok=True)
-    names, failed, text = options.rows.split(","), [], ""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         engines: dict[str, Remote] = {}
         if "engine" in names:
