@@ -107,7 +107,7 @@ def test_one_weight_off_by_one_ulp_is_found_and_named(tmp_path: Path) -> None:
         (("--device", "cuda"), ("cuda",)),
         (("--checkpoint", "/nowhere"), ("/nowhere",)),
         (("--json", "/nowhere/report.json"), ("/nowhere/report.json",)),
-        (("--config", "/nowhere"), ("/nowhere", "config.json")),
+        (("--config", "/nowhere"), ("/nowhere", "--config")),
         (("--config", "/nowhere", "--checkpoint", "/other"), ("--config", "--checkpoint")),
         (("--num-layers", "2"), ("--num-layers", "--config")),
         (("--workload", "huge"), ("huge", "quick", "full")),
