@@ -25,11 +25,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from isomodels.errors import CheckpointError
+from isomodels.weights_conv.dist_names import COMMON, CONFIG, LATEST, METADATA
 
-METADATA = ".metadata"
-CONFIG = "metadata.json"
-COMMON = "common.pt"
-_LATEST = "latest_checkpointed_iteration.txt"
 _CLASSES = {
     "torch.distributed.checkpoint.metadata": (
         "BytesStorageMetadata",
@@ -104,7 +101,7 @@ def find_distributed(path: Path) -> Path | None:
     """
     if (path / METADATA).is_file():
         return path
-    latest = path / _LATEST
+    latest = path / LATEST
     if not latest.is_file():
         return None
     text = latest.read_text(errors="replace").strip()

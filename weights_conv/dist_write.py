@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from isomodels.weights_conv.bits import LazyTensors, dtype_name
-from isomodels.weights_conv.dist_metadata import COMMON, CONFIG, METADATA
+from isomodels.weights_conv.dist_names import COMMON, CONFIG, METADATA
 from isomodels.weights_conv.shards import DEFAULT_SHARD_SIZE, Progress
 
 # A rank that loads a slice reads whole chunks; torch.save copies a chunk once more.

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from isomodels.errors import CheckpointError
 from isomodels.weights_conv.bits import HeldTensors, LazyTensors
+from isomodels.weights_conv.dist_names import CONFIG, METADATA
 from isomodels.weights_conv.files import (
     CONTRACT,
     INDEX,
@@ -44,7 +45,7 @@ _WEIGHTS = (
     ".msgpack",
     ".distcp",
 )
-_DISTRIBUTED = (".metadata", "metadata.json")  # of Megatron's dist_checkpointing
+_DISTRIBUTED = (METADATA, CONFIG)  # of Megatron's dist_checkpointing
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)

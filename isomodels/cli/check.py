@@ -8,11 +8,10 @@ import typer
 
 from isomodels.cli.files import check_folder
 from isomodels.errors import CheckpointError, IsoError
+from isomodels.weights_conv.dist_names import LATEST, METADATA
 
 if TYPE_CHECKING:
     from isomodels.checkpoint import Checkpoint
-
-_LATEST = "latest_checkpointed_iteration.txt"
 
 
 def check(
@@ -53,7 +52,7 @@ def check(
 
 def _refuse_megatron(checkpoint: Path) -> None:
     """Only Hugging Face folders are checked here."""
-    if any((checkpoint / name).is_file() for name in (".metadata", _LATEST)):
+    if any((checkpoint / name).is_file() for name in (METADATA, LATEST)):
         raise CheckpointError(
             f"{checkpoint} is a Megatron folder: see it with `isomodels inspect {checkpoint}`"
         )
