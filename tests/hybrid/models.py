@@ -123,11 +123,15 @@ def load_theirs(folder: Path, dtype: torch.dtype) -> torch.nn.Module:
 
 
 class Engine:
-    """The memory of an engine: pages and states of each layer, NaN wherever nobody wrote."""
+    """The memory of an engine: pages and states of each layer, NaN wherever nobody wrote.
+
+    A rank's, where the model is one of several.
+    """
 
     def __init__(self, model: torch.nn.Module, lengths: list[int], block_size: int = 16):
-        config = model.config
-        heads, dim, dtype = config.num_key_value_heads, config.head_dim, config.torch_dtype
+        config, ranks = model.config, model.layout.tensor.size
+        heads = max(1, config.num_key_value_heads // ranks)
+        dim, dtype = config.head_dim, config.torch_dtype
         self.model, self.device = model, next(model.parameters()).device
         at = {"order": (1, 0, 2, 3), "device": self.device}
         self.pages = [
@@ -138,7 +142,7 @@ class Engine:
         self.states = [
             [
                 torch.full((count + 3, *shape), torch.nan, dtype=of, device=self.device)
-                for shape, of in state_layout(config, dtype, self.device.type)
+                for shape, of in state_layout(config, dtype, self.device.type, ranks)
             ]
             for _ in config.layers_of("linear_attention")
         ]
