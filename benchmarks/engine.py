@@ -20,7 +20,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ ENGINE = {
     "seed": 0,
     "worker_extension_cls": "benchmarks.engine_worker.StepWatch",
 }
-# Arguments of vLLM and environment of each contestant.
+# Arguments of vLLM (none: its own class) and environment of each contestant.
 CONTESTANTS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
     "stock": ({}, {}),
     "ours": ({"model_impl": "isomodels"}, {}),
@@ -54,7 +54,12 @@ _TOLD = re.compile(r"backend|FlashAttention|runner|[Aa]sync|compil|captur|KV cac
 
 @dataclass(frozen=True)
 class Load:
-    """What is served. `profile`: also list the kernels of one prefill and one decode step."""
+    """What is served.
+
+    Attributes:
+        profile: also list the kernels of one prefill and one decode step.
+        stock: arguments of vLLM that its own class alone gets.
+    """
 
     requests: int = 256
     tokens_in: int = 512
@@ -62,6 +67,7 @@ class Load:
     runs: int = 3
     profile: bool = False
     vocab_size: int = 151936
+    stock: dict[str, Any] = field(default_factory=dict)
 
 
 def serve(contestant: str, checkpoint: Path, load: Load) -> dict[str, Any]:
@@ -76,6 +82,7 @@ def serve(contestant: str, checkpoint: Path, load: Load) -> dict[str, Any]:
     os.environ.update(environment)
     from vllm import LLM
 
+    arguments = arguments or load.stock
     llm = LLM(str(checkpoint), **{**ENGINE, **arguments, "max_num_seqs": load.requests})
     (chosen,) = llm.collective_rpc("chosen")
     llm.collective_rpc("watch_steps")
@@ -225,7 +232,7 @@ def measure(
         checkpoint = Path(folder, "checkpoint")
         raw = served.config(layers)
         served.write(checkpoint, raw)
-        load = replace(load, vocab_size=raw["vocab_size"])
+        load = replace(load, vocab_size=raw["vocab_size"], stock=served.stock)
         torch.cuda.empty_cache()
         print(f"checkpoint of {layers} layers in {time.perf_counter() - begin:.0f} s")
         for name in contestants:
@@ -253,16 +260,23 @@ def engine_moe() -> Iterator[Timing]:
     yield from _engine(MODELS["glm-4.7-flash"])
 
 
+@row("engine hybrid", TEST)
+def engine_hybrid() -> Iterator[Timing]:
+    """The same of the gated delta rule, gated attention and experts."""
+    yield from _engine(MODELS["qwen3.5-35b-a3b"])
+
+
 def _engine(
     served: Served,
     names: Sequence[str] = ("stock", "ours"),
     layers: int | None = None,
-    load: Load = Load(),
+    profile: bool = False,
     out: Path | None = None,
 ) -> Iterator[Timing]:
     import vllm
 
     layers = layers or served.layers
+    load = Load(requests=served.requests, profile=profile)
     results, failures = measure(names, served, layers, load, out or Path(tempfile.mkdtemp()))
     if failures:
         raise RuntimeError("\n".join(f"{name}: {text}" for name, text in failures.items()))
@@ -296,8 +310,8 @@ def main() -> int:
     logs = options.logs or Path(tempfile.mkdtemp())
     logs.mkdir(parents=True, exist_ok=True)
     names = options.contestants.split(",")
-    load = Load(profile=options.profile)
-    timings = list(_engine(MODELS[options.model], names, options.layers, load, logs))
+    served = MODELS[options.model]
+    timings = list(_engine(served, names, options.layers, options.profile, logs))
     lines = update(options.out or logs, timings)
     for line in lines:
         print({key: value for key, value in line.items() if key != "run"})

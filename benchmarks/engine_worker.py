@@ -61,18 +61,14 @@ class StepWatch:
         config: Any = self.vllm_config  # type: ignore[attr-defined]
         runner: Any = self.model_runner  # type: ignore[attr-defined]
         layers = config.compilation_config.static_forward_context.values()
-        backends = {
-            layer.get_attn_backend().get_name()
-            for layer in layers
-            if hasattr(layer, "get_attn_backend")
-        }
+        backends = {_backend(layer) for layer in layers if hasattr(layer, "get_attn_backend")}
         compilation, scheduler = config.compilation_config, config.scheduler_config
         sizes = compilation.cudagraph_capture_sizes or [0]
         return json.dumps(
             {
                 "model": f"{type(runner.model).__module__}.{type(runner.model).__name__}",
                 "runner": type(runner).__module__,
-                "attention": " ".join([*sorted(backends), *_flash_version(backends)]),
+                "attention": " and ".join(sorted(backends)),
                 "compilation": str(compilation.mode and compilation.mode.name),
                 "cudagraphs": str(compilation.cudagraph_mode and compilation.cudagraph_mode.name),
                 "capture_sizes": f"{len(sizes)} up to {max(sizes)}",
@@ -103,12 +99,16 @@ def _tell_compilations(names: list[str]) -> None:
     knobs.runtime.jit_post_compile_hook = tell
 
 
-def _flash_version(backends: set[str]) -> list[str]:
-    if "FLASH_ATTN" not in backends:
-        return []
-    from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
+def _backend(layer: Any) -> str:
+    """Name of an attention or recurrent layer's backend, with the kernels that it chose."""
+    name = layer.get_attn_backend().get_name()
+    if name == "FLASH_ATTN":
+        from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
 
-    return [f"version {get_flash_attn_version()}"]
+        return f"{name} version {get_flash_attn_version()}"
+    if hasattr(layer, "gdn_prefill_backend"):
+        return f"{name} {layer.gdn_prefill_backend}"
+    return name
 
 
 class StepProfile:

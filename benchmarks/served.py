@@ -2,7 +2,8 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ class Served:
         layers: depth in the table.
         config: content of config.json at a depth.
         write: writes a checkpoint of that config at a path that does not exist yet.
+        requests: how many are served at a time.
+        stock: arguments of vLLM that its own class alone gets.
     """
 
     row: str
@@ -29,6 +32,8 @@ class Served:
     layers: int
     config: Callable[[int], dict[str, Any]]
     write: Callable[[Path, dict[str, Any]], object]
+    requests: int = 256
+    stock: dict[str, Any] = field(default_factory=dict)
 
     def shape(self, layers: int) -> str:
         """Name and depth."""
@@ -39,6 +44,12 @@ def _glm(layers: int) -> dict[str, Any]:
     raw = json.loads((CONFIGS / "glm-4.7-flash" / "config.json").read_text())
     # neither contestant computes with the MTP layers
     return {**raw, "num_hidden_layers": layers, "num_nextn_predict_layers": 0}
+
+
+def _qwen35(layers: int) -> dict[str, Any]:
+    raw = json.loads((CONFIGS / "qwen3.5-35b-a3b" / "config.json").read_text())
+    # neither contestant computes with the MTP layers
+    return {**raw, "num_hidden_layers": layers, "mtp_num_hidden_layers": 0}
 
 
 MODELS = {
@@ -56,5 +67,16 @@ MODELS = {
         12,
         _glm,
         lambda folder, raw: random_checkpoint(folder, raw, "bfloat16", 0, "cuda"),
+    ),
+    # 8 of 40 layers, for the same reason: two of full attention among six recurrent ones
+    "qwen3.5-35b-a3b": Served(
+        "engine hybrid",
+        "Qwen3.5-35B-A3B",
+        8,
+        _qwen35,
+        lambda folder, raw: random_checkpoint(folder, raw, "bfloat16", 0, "cuda"),
+        requests=128,
+        # its default on Hopper is FlashInfer's kernel, whether FlashInfer is installed or not
+        stock={} if find_spec("flashinfer") else {"gdn_prefill_backend": "triton"},
     ),
 }

@@ -1,4 +1,5 @@
 import json
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -92,11 +93,55 @@ def test_compilations_are_told(monkeypatch):
     assert len(heard) == 1
 
 
+class FakeEngine:
+    """Takes vLLM's arguments and answers as a worker without steps would."""
+
+    def __init__(self, checkpoint, **arguments):
+        type(self).given = arguments
+
+    def collective_rpc(self, name, args=()):
+        return ["{}" if name in ("chosen", "take_profile") else "[]"]
+
+
+@pytest.mark.parametrize(
+    ("contestant", "expected"),
+    [("stock", {"a": 1}), ("stock-v1", {"a": 1}), ("ours", {"model_impl": "isomodels"})],
+)
+def test_stock_alone_gets_its_own_arguments(monkeypatch, tmp_path, contestant, expected):
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=FakeEngine))
+    monkeypatch.setattr(engine, "generate", lambda *args, **more: 1.0)
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")  # put back afterwards
+    load = engine.Load(requests=3, stock={"a": 1})
+    engine.serve(contestant, tmp_path, load)
+    common = {**engine.ENGINE, "max_num_seqs": 3}
+    assert {k: v for k, v in FakeEngine.given.items() if k not in common} == expected
+    assert FakeEngine.given.items() >= common.items()
+
+
+def test_the_hybrid_keeps_the_share_of_its_layers():
+    served = MODELS["qwen3.5-35b-a3b"]
+    for layers in (served.layers, 40):
+        _, config = read_config(served.config(layers))
+        counts = [len(config.layers_of(kind)) for kind in ("linear_attention", "full_attention")]
+        assert counts == [3 * layers // 4, layers // 4]
+        assert config.mtp_num_hidden_layers == 0
+
+
+def test_backends_are_told_with_what_they_chose():
+    def layer(name, **more):
+        backend = SimpleNamespace(get_name=lambda: name)
+        return SimpleNamespace(get_attn_backend=lambda: backend, **more)
+
+    assert engine_worker._backend(layer("TRITON_MLA")) == "TRITON_MLA"
+    recurrent = layer("GDN_ATTN", gdn_prefill_backend="triton")
+    assert engine_worker._backend(recurrent) == "GDN_ATTN triton"
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_every_model_has_a_row_of_its_own_and_any_depth(name):
     served = MODELS[name]
     assert served.row in ROWS
-    _, config = read_config(served.config(3))
-    assert config.num_hidden_layers == 3
-    assert served.shape(3) == f"{served.name}, 3 layers"
+    _, config = read_config(served.config(5))
+    assert config.num_hidden_layers == 5
+    assert served.shape(5) == f"{served.name}, 5 layers"
     assert len({one.row for one in MODELS.values()}) == len(MODELS)
