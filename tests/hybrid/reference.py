@@ -29,11 +29,13 @@ def logits(folder: Path, ids: Tensor) -> Tensor:
     return forward(config, {n: t.double() for n, t in found.items()}, ids)
 
 
-def forward(config: dict[str, Any], tensors: Tensors, ids: Tensor) -> Tensor:
-    """[T] -> [T, V]; differentiable in the tensors."""
+def forward(
+    config: dict[str, Any], tensors: Tensors, ids: Tensor, embedded: Tensor | None = None
+) -> Tensor:
+    """[T] -> [T, V]; differentiable in the tensors, and in rows [T, H] in place of the ids'."""
     eps = config["rms_norm_eps"]
     embed = tensors["model.embed_tokens.weight"]
-    x = embed[ids]
+    x = embed[ids] if embedded is None else embedded
     for index, kind in enumerate(config["layer_types"]):
         prefix = f"model.layers.{index}."
         own = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}

@@ -106,6 +106,40 @@ def test_gradients(checkpoint, name):
     assert relative_rms(fused, right) < 1e-4
 
 
+@pytest.mark.slow
+def test_gradients_at_every_position(checkpoint):
+    """Of a long sequence's logprobs, in the embedded tokens: no window is worse than a few times
+    transformers' error there."""
+    folder, ids = checkpoint("qwen3_5"), tokens(LENGTH)
+    targets = tokens(LENGTH, seed=1)[:, None]
+    config = json.loads((folder / "config.json").read_text())
+    tensors = {n: t.double() for n, t in load_file(folder / "model.safetensors").items()}
+    rows = tensors["model.embed_tokens.weight"][ids].requires_grad_()
+    logprobs = reference.forward(config, tensors, ids, rows).log_softmax(-1).gather(1, targets)
+    (exact,) = torch.autograd.grad(logprobs.sum(), rows)
+
+    def embedded(model):
+        kept = []
+
+        def keep(module, given, out):
+            kept.append(out.retain_grad() or out)
+
+        model.model.embed_tokens.register_forward_hook(keep)
+        return kept
+
+    theirs, model = load_theirs(folder, torch.float32), load_ours(folder)
+    other, mine = embedded(theirs), embedded(model)
+    logprobs = theirs(ids[None], use_cache=False).logits[0].log_softmax(-1).gather(1, targets)
+    logprobs.sum().backward()
+    model.token_logprobs(run_packed(model, ids), targets[:, 0]).sum().backward()
+    for start in range(0, LENGTH, 250):
+        part = slice(start, start + 250)
+        one, two = (
+            relative_rms(x.grad.view(LENGTH, -1)[part], exact[part]) for x in (*mine, *other)
+        )
+        assert one <= max(3 * two, 5e-5), f"from {start}: {one:.3g} against {two:.3g}"
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("fault", ["scale", "gate", "shift", "heads"])
 def test_rows_50_53_and_57_of_the_field_reports_a_fault_is_far_outside(

@@ -3,7 +3,14 @@
 import pytest
 import torch
 
-from tests.hybrid.models import ARCHITECTURES, WITH_EXPERTS, Engine, run_packed, tokens
+from tests.hybrid.models import (
+    ARCHITECTURES,
+    WITH_EXPERTS,
+    Engine,
+    load_ours,
+    run_packed,
+    tokens,
+)
 from tests.kernel.battery import DTYPES, assert_same_bits, threads
 
 ONE = [("qwen3_5", dtype) for dtype in DTYPES]
@@ -36,10 +43,10 @@ def test_row_44_of_the_field_reports_packed_against_each_alone(ours, name, dtype
 @one_model
 def test_a_long_sequence_among_short_ones(ours, name, dtype):
     model = ours(name, dtype)
-    lengths = [64, 1000, 1, 65]
+    lengths = [1, 3, 4, 5, 63, 64, 65, 127, 1000, 0]
     ids = tokens(sum(lengths))
     together = results(model, run_packed(model, ids, lengths))
-    alone = [results(model, run_packed(model, part)) for part in ids.split(lengths)]
+    alone = [results(model, run_packed(model, part)) for part in ids.split(lengths) if len(part)]
     assert_same_bits(together, torch.cat(alone), "packed")
 
 
@@ -58,15 +65,32 @@ def test_decode_against_packed(ours, name, dtype):
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_prefill_of_every_length_and_decode(ours, dtype):
-    # The states are copied between steps, as prefix hits and preemption do.
     model = ours("qwen3_5", dtype)
     ids = tokens(200)
     whole = results(model, run_packed(model, ids))
-    for first in range(1, 200, 7):
-        engine = Engine(model, [200])
-        rows = [results(model, engine.step({0: ids[:first]}))]
-        rows += [results(model, engine.step({0: token})) for token in ids[first:].split(1)]
-        assert_same_bits(torch.cat(rows), whole, f"prefill of {first}")
+    for lengths in torch.arange(1, 201).split(40):  # of which each decodes until it has all tokens
+        engine = Engine(model, [200] * len(lengths))
+        step = {i: ids[:length] for i, length in enumerate(lengths.tolist())}
+        while step:
+            rows = results(model, engine.step(step))
+            for (i, part), own in zip(
+                step.items(), rows.split([len(part) for part in step.values()]), strict=True
+            ):
+                end = engine.done[i]
+                what = f"prefill of {lengths[i]}, tokens to {end}"
+                assert_same_bits(own, whole[end - len(part) : end], what)
+            step = {i: ids[end : end + 1] for i, end in enumerate(engine.done) if end < 200}
+
+
+@pytest.mark.slow
+def test_2000_decode_steps_against_one_prefill(ours):
+    model = ours("qwen3_5", torch.bfloat16)
+    ids = tokens(2000)
+    packed = run_packed(model, ids)
+    engine = Engine(model, [2000, 2000])
+    assert_same_bits(engine.step({0: ids}), packed, "one prefill")
+    rows = [engine.step({1: token}) for token in ids.split(1)]
+    assert_same_bits(results(model, torch.cat(rows)), results(model, packed), "2,000 steps")
 
 
 @cases
@@ -141,6 +165,38 @@ def test_decode_batches_of_many_sizes(ours, name):
         engine.step({i: ids[:-1] for i, ids in enumerate(texts[:count])})
         last = results(model, engine.step({i: ids[-1:] for i, ids in enumerate(texts[:count])}))
         assert_same_bits(last, torch.stack(alone[:count]), f"decode batch of {count}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_hazards_in_every_way(checkpoint, dtype):
+    """Heads that forget at once, never, or by steps whose products are subnormal; no writing,
+    whole writing, and keys that are zero."""
+    model = load_ours(checkpoint("qwen3_5", dtype)).requires_grad_(False)
+    ids = tokens(140)
+    seen = []
+    for layer in (model.model.layers[i].linear_attn for i in (0, 1)):
+        layer.gates.A_log.copy_(torch.tensor([4.65, -40.0, 0.5, 0.0]))
+        layer.gates.dt_bias.copy_(torch.tensor([30.0, -30.0, 1.0, 0.0]))
+        layer.conv1d.weight[48:64] = 0.0  # of the second key head, behind 32 channels of queries
+        layer.in_proj.weight[-8:-6] *= 1e4  # b of two heads
+        layer.rule.register_forward_hook(lambda _, given, out: seen.append(given))
+    whole = results(model, run_packed(model, ids))
+    for _, k, _, g, beta, _ in seen:
+        assert k[:, 0].ne(0).all()
+        assert k[:, 1].eq(0).all()
+        assert g[:, 0].exp().eq(0).all()
+        assert g[:, 1].exp().eq(1).all()
+        assert {0.0, 1.0} <= set(beta[:, :2].flatten().tolist())
+        products = g[:64].cumsum(0).exp()
+        assert ((products > 0) & (products < torch.finfo(torch.float32).tiny)).any()
+    assert whole.isfinite().all()
+    together = results(model, run_packed(model, ids, [75, 65]))
+    alone = [results(model, run_packed(model, part)) for part in ids.split([75, 65])]
+    assert_same_bits(together, torch.cat(alone), "packed")
+    engine = Engine(model, [140])
+    steps = ids.split([59, *[1] * 8, 70, 3])
+    rows = [results(model, engine.step({0: part})) for part in steps]
+    assert_same_bits(torch.cat(rows), whole, "in steps")
 
 
 def test_no_tokens(ours):
