@@ -27,7 +27,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from isomodels.errors import CheckpointError, HostError, IsoError, UnsupportedError
+from isomodels.errors import CheckpointError, IsoError, UnsupportedError
+from isomodels.megatron.writers import bound_writers
 from isomodels.weights_conv.files import CONTRACT
 from isomodels.weights_conv.write import place
 
@@ -60,8 +61,6 @@ def save(
             save that was there is still there.
         UnsupportedError: for a bfloat16 model with float32 parameters without the distributed
             optimizer.
-        HostError: in a script whose work is not under `if __name__ == "__main__"`: Megatron
-            starts a helper process, which imports the script again.
     """
     state = _sharded_state(models, optimizer, steps, is_loading=False)
     places: list[Any] = [None]
@@ -96,12 +95,8 @@ def _write(folder: Path, path: str | Path, state: dict[str, Any]) -> None:
     from megatron.core import dist_checkpointing
 
     try:
-        dist_checkpointing.save(state, str(folder))
-    except EOFError as error:
-        raise HostError(
-            "Megatron's helper process could not start: put the work of the script under "
-            'if __name__ == "__main__":'
-        ) from error
+        with bound_writers():
+            dist_checkpointing.save(state, str(folder))
     except (OSError, CheckpointException) as error:
         raise CheckpointError(f"cannot write {path}: {_reason(error)}") from error
 

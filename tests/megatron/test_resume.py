@@ -204,7 +204,8 @@ def test_folders_that_cannot_be_loaded(checkpoint, tmp_path):
             trainer.load(tmp_path / "other")
 
 
-def test_save_in_a_script_without_a_main_guard_says_so(checkpoint, tmp_path):
+def test_a_script_without_a_main_guard_saves(checkpoint, tmp_path):
+    """Megatron's helper process would import the script again: a save starts none."""
     script = tmp_path / "script.py"
     script.write_text(
         "import torch\nfrom isomodels.megatron import Trainer\n"
@@ -214,5 +215,5 @@ def test_save_in_a_script_without_a_main_guard_says_so(checkpoint, tmp_path):
     done = subprocess.run(
         [sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False
     )
-    assert done.returncode != 0
-    assert 'if __name__ == "__main__"' in done.stderr.splitlines()[-1]
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "saved" / ".metadata").exists()

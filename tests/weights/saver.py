@@ -5,9 +5,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
+from isomodels.megatron import cpu_redirect, resume
 from isomodels.megatron.trainer import Trainer
 from isomodels.trace.digest import tensor_digest
+from isomodels.weights_conv.write import place
 
 BATCH = [[1, 2, 3, 4, 5, 6, 7, 8, 9], [9, 8, 7, 6, 5]]
 
@@ -27,6 +32,20 @@ def train_on(path: str, out: str, marks: str, environment: dict[str, str]) -> No
             trainer.step(BATCH, num_microbatches=2)
             Path(marks, str(trainer.steps)).touch()
             trainer.save(out)
+
+
+def save_many(out: str, environment: dict[str, str]) -> None:
+    """Save 3,000 tensors over and over: what a writer tells of them is more than a pipe holds."""
+    os.environ.update(environment, RANK="0", WORLD_SIZE="1")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    torch.set_num_threads(1)
+    cpu_redirect.install()
+    dist.init_process_group("gloo")
+    parallel_state.initialize_model_parallel()
+    whole = ShardedTensor.from_rank_offsets
+    state = {name: whole(name, torch.zeros(1000)) for name in map(str, range(3000))}
+    while True:
+        place(out, lambda folder: resume._write(folder, out, state), distributed=True)
 
 
 class Reader:

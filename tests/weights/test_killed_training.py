@@ -1,6 +1,5 @@
 """A training that is killed at any moment of its saves resumes from its last whole one, by bits."""
 
-import contextlib
 import multiprocessing
 import random
 import shutil
@@ -55,16 +54,15 @@ class Training:
             assert time.monotonic() < end
             time.sleep(0.002)
 
-    def kill(self) -> None:
-        """SIGKILL, at this moment of whatever it does; then Megatron's helpers, which live on."""
+    def kill(self) -> int:
+        """SIGKILL, at this moment of whatever it does; how many writers ended with it."""
         assert self.process.is_alive()
-        helpers = psutil.Process(self.process.pid).children(recursive=True)
+        writers = psutil.Process(self.process.pid).children(recursive=True)
         self.process.kill()
         self.process.join()
-        for helper in helpers:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                helper.kill()
-                helper.wait(10)
+        _, alive = psutil.wait_procs(writers, timeout=10)
+        assert alive == []
+        return len(writers)
 
 
 @pytest.fixture
@@ -82,7 +80,7 @@ def training(tmp_path: Path) -> Iterator[Training]:
 def test_killed_at_20_random_moments_of_its_saves(training: Training) -> None:
     path, out = training.arguments[:2]
     moments, kept, moved, cut = random.Random(5), 0, 0, 0
-    last = 0
+    last, writers = 0, 0
     with Remote("reader", "tests.weights.saver:Reader", environment=ALONE) as reader:
         reader.result()
         expected = reader.call("states", path, 100)
@@ -95,7 +93,7 @@ def test_killed_at_20_random_moments_of_its_saves(training: Training) -> None:
         for _ in range(KILLS):
             training.start()
             time.sleep(moments.uniform(0, usual))
-            training.kill()
+            writers += training.kill()
             begun = training.begun()[-1]
             steps, state = reader.call("loaded", path, out)
             assert state == expected[steps]
@@ -109,7 +107,41 @@ def test_killed_at_20_random_moments_of_its_saves(training: Training) -> None:
         steps = reader.call("saved", path, out)
         assert reader.call("loaded", path, out) == (steps, expected[steps])
         assert [entry.name for entry in Path(out).parent.iterdir()] == ["last"]
-    print(f"{KILLS} kills: {kept} left the save before, {moved} a new one, {cut} a part of one")
+    print(
+        f"{KILLS} kills: {kept} left the save before, {moved} a new one, {cut} a part of one; "
+        f"{writers} writers ended with them"
+    )
     assert kept
     assert moved
     assert cut > 2
+
+
+@pytest.mark.slow
+def test_a_killed_save_of_many_tensors_leaves_no_writer_and_no_lock(tmp_path: Path) -> None:
+    """A writer that hung on its pipe held the folder's lock for ever."""
+    context: Any = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([PRELOADED])
+    out = tmp_path / "out"
+
+    def start() -> Any:
+        process = context.Process(target=saver.save_many, args=(str(out), ALONE))
+        process.start()
+        return process
+
+    process = start()
+    writers: list[psutil.Process] = []
+    while not (out.exists() and writers):
+        assert process.is_alive()
+        writers = psutil.Process(process.pid).children()
+        time.sleep(0.001)
+    process.kill()
+    process.join()
+    _, alive = psutil.wait_procs(writers, timeout=10)
+    assert alive == []
+    before = out.stat().st_ino
+    process = start()
+    while out.stat().st_ino == before:
+        assert process.is_alive()
+        time.sleep(0.01)
+    process.kill()
+    process.join()
