@@ -42,6 +42,8 @@ ENGINE = {
 # Arguments of vLLM (none: its own class) and environment of each contestant.
 CONTESTANTS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
     "stock": ({}, {}),
+    # with configurations for the experts, where vLLM ships none for the device: see `tuned_experts`
+    "stock-tuned": ({}, {}),
     "ours": ({"model_impl": "isomodels"}, {}),
     "stock-v1": ({}, {"VLLM_USE_V2_MODEL_RUNNER": "0"}),
     "ours-v1": ({"model_impl": "isomodels"}, {"VLLM_USE_V2_MODEL_RUNNER": "0"}),
@@ -80,6 +82,8 @@ def serve(contestant: str, checkpoint: Path, load: Load) -> dict[str, Any]:
     """
     arguments, environment = CONTESTANTS[contestant]
     os.environ.update(environment)
+    if contestant == "stock-tuned":
+        os.environ["VLLM_TUNED_CONFIG_FOLDER"] = str(tuned_experts(Path(tempfile.mkdtemp())))
     from vllm import LLM
 
     arguments = arguments or load.stock
@@ -111,6 +115,23 @@ def serve(contestant: str, checkpoint: Path, load: Load) -> dict[str, Any]:
             (profile,) = llm.collective_rpc("take_profile")
             result["profiles"][name] = json.loads(profile)
     return result
+
+
+def tuned_experts(folder: Path) -> Path:
+    """vLLM's configurations of fused experts for an H100, under the names of the device at hand.
+
+    An H200 has the same multiprocessors, and vLLM's default for a shape it has no file of is far
+    from them. What vLLM ships for the device itself stays out.
+    """
+    from vllm.model_executor.layers.fused_moe import fused_moe
+
+    shipped = Path(fused_moe.__file__).parent / "configs"
+    device = fused_moe.get_config_file_name(0, 0, None).partition("device_name=")[2]
+    for source in shipped.glob("E=*,device_name=NVIDIA_H100_80GB_HBM3.json"):
+        name = source.name.partition("device_name=")[0] + f"device_name={device}"
+        if not (shipped / name).exists():
+            shutil.copy(source, folder / name)
+    return folder
 
 
 def generate(llm: Any, load: Load, seed: int) -> float:
@@ -281,9 +302,12 @@ def _engine(
     if failures:
         raise RuntimeError("\n".join(f"{name}: {text}" for name, text in failures.items()))
     stock, *others = names
+    version = f"vLLM {vllm.__version__}"
+    if stock == "stock-tuned":
+        version += ", experts as tuned for an H100"
     for name in others:
         runner = "" if name == "ours" else f" ({name})"
-        baseline = f"vLLM {vllm.__version__}{runner}"
+        baseline = f"{version}{runner}"
         yield from compare(results[name], results[stock], load, served, layers, baseline)
 
 

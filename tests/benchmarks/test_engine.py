@@ -105,17 +105,39 @@ class FakeEngine:
 
 @pytest.mark.parametrize(
     ("contestant", "expected"),
-    [("stock", {"a": 1}), ("stock-v1", {"a": 1}), ("ours", {"model_impl": "isomodels"})],
+    [
+        ("stock", {"a": 1}),
+        ("stock-tuned", {"a": 1}),
+        ("stock-v1", {"a": 1}),
+        ("ours", {"model_impl": "isomodels"}),
+    ],
 )
 def test_stock_alone_gets_its_own_arguments(monkeypatch, tmp_path, contestant, expected):
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=FakeEngine))
     monkeypatch.setattr(engine, "generate", lambda *args, **more: 1.0)
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")  # put back afterwards
+    monkeypatch.setattr(engine, "tuned_experts", lambda folder: folder)
+    for name in ("VLLM_USE_V2_MODEL_RUNNER", "VLLM_TUNED_CONFIG_FOLDER"):
+        monkeypatch.setenv(name, "1")  # put back afterwards
     load = engine.Load(requests=3, stock={"a": 1})
     engine.serve(contestant, tmp_path, load)
     common = {**engine.ENGINE, "max_num_seqs": 3}
     assert {k: v for k, v in FakeEngine.given.items() if k not in common} == expected
     assert FakeEngine.given.items() >= common.items()
+
+
+@pytest.mark.slow  # imports vLLM
+def test_experts_of_a_device_without_files_are_those_of_an_h100(monkeypatch, tmp_path):
+    pytest.importorskip("vllm")
+    from vllm.model_executor.layers.fused_moe import fused_moe
+
+    monkeypatch.setattr(fused_moe, "get_device_name_as_file_name", lambda: "NVIDIA_H200")
+    names = {path.name for path in engine.tuned_experts(tmp_path).iterdir()}
+    assert "E=256,N=512,device_name=NVIDIA_H200.json" in names
+    assert "E=512,N=512,device_name=NVIDIA_H200.json" not in names  # which vLLM ships
+    monkeypatch.setenv("VLLM_TUNED_CONFIG_FOLDER", str(tmp_path))
+    found = fused_moe.get_moe_configs.__wrapped__(256, 512, None)
+    assert found[16]["BLOCK_SIZE_M"] == 16
+    assert max(found) >= 4096
 
 
 def test_the_hybrid_keeps_the_share_of_its_layers():
