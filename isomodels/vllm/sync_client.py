@@ -5,6 +5,8 @@ For a server, vLLM has the same as `HTTPVLLMWeightSyncClient`.
 
 from typing import Any
 
+from isomodels.contract import Contract, require_same
+
 
 class LLMSyncClient:
     """Takes a weight sync into a `vllm.LLM`.
@@ -18,7 +20,14 @@ class LLMSyncClient:
         self.llm = llm
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Compare contracts."""
+        """Compare contracts, here too: of an engine's own process vLLM brings no error's type.
+
+        Raises:
+            ContractError: the engine would not give the trainer's bits.
+        """
+        trainer = Contract.from_json(init_info["contract"], "the trainer's contract")
+        for engine in set(self.llm.collective_rpc("isomodels_contract")):
+            require_same(trainer, Contract.from_json(engine, "the engine's contract"))
         self.llm.init_weight_transfer_engine({"init_info": init_info})
 
     def shutdown_weight_transfer_engine(self) -> None:

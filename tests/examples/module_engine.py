@@ -50,6 +50,11 @@ class ModuleEngine:
         self.core.load_state_dict({name: tensor.clone() for name, tensor in weights.items()})
         self.version = version
 
+    def collective_rpc(self, method: str) -> list[str]:
+        """The question of `LLMSyncClient`."""
+        assert method == "isomodels_contract"
+        return [self.contract.to_json()]
+
     def init_weight_transfer_engine(self, request: dict[str, Any]) -> None:
         """The handshake of `isomodels.vllm.weight_transfer`."""
         trainer = Contract.from_json(request["init_info"]["contract"], "the trainer's contract")

@@ -118,8 +118,13 @@ def test_another_schedule_stops_before_the_first_sync(base: Path, tmp_path: Path
     done = run(base, tmp_path, "--steps", "2", script=runner)
     assert done.returncode != 0
     assert "weights were sent" not in done.stderr
-    named = r"ContractError: .*numerical_policy.*attention.*kv_block"
-    assert re.search(named, done.stderr), done.stderr[-3000:]
+    named = (
+        r"ContractError: trainer and engine differ in numerical_policy \(trainer against engine\): "
+        r"numerical_policy\.schedules\.attention\.constants\.kv_block: (\d+) against (\d+)"
+    )
+    found = re.search(named, done.stderr)
+    assert found is not None, done.stderr[-3000:]
+    assert int(found[1]) == int(found[2]) + 1
     assert lines(tmp_path) == []
 
 

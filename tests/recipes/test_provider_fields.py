@@ -1,15 +1,21 @@
-"""The fields that SkyRL and verl set on a provider of Megatron-Bridge before they build."""
+"""From a checkpoint to a wrapped model through Megatron-Bridge, as SkyRL and verl call it."""
+
+import importlib
 
 import pytest
 import torch
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
+from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.transformer.enums import AttnBackend
+from torch import Tensor
 
-from isomodels.config import read_config
-from isomodels.megatron import transformer_config
+from isomodels.errors import IsoError
+from isomodels.megatron import Trainer
 from isomodels.megatron.process import start_process, stop_process
+from tests.recipes import bridge_stand_in
+from tests.recipes.packed import assert_same, packed, rows_of
 
 BRIDGE_FIELDS = [
     pytest.param(  # SkyRL
@@ -58,30 +64,58 @@ BRIDGE_FIELDS = [
 ]
 
 
-@pytest.mark.parametrize("fields", BRIDGE_FIELDS)
-def test_provider_and_distributed_model(checkpoint, fields):
-    """As SkyRL and verl set their provider's fields; needs Megatron-Bridge."""
+@pytest.fixture(params=["stand-in", "Megatron-Bridge"])
+def iso_bridge(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
+    if request.param == "stand-in":
+        return bridge_stand_in.install(monkeypatch).iso_bridge
     pytest.importorskip("megatron.bridge", reason="megatron-bridge is not installed")
-    from megatron.core.distributed import DistributedDataParallelConfig
+    return importlib.import_module("isomodels.megatron.bridge").iso_bridge
 
-    from isomodels.megatron.bridge import iso_bridge
 
+@pytest.fixture(scope="module")
+def expected(checkpoint, sequences) -> list[Tensor]:
+    """[len - 1] fp32 of each sequence, by a trainer of our own."""
+    with Trainer(checkpoint, dtype=torch.bfloat16) as trainer:
+        return trainer.score(sequences)
+
+
+@pytest.mark.parametrize("load_weights", [True, False], ids=["by hook", "after the build"])
+@pytest.mark.parametrize("fields", BRIDGE_FIELDS)
+def test_provider_and_distributed_model(
+    checkpoint, sequences, expected, iso_bridge, fields, load_weights
+):
+    """The provider's fields, `finalize`, `provide_distributed_model`, verl's `load_hf_weights`."""
     start_process()
     try:
-        provider = iso_bridge(checkpoint, trust_remote_code=True).to_megatron_provider()
+        bridge = iso_bridge(checkpoint, trust_remote_code=True)
+        provider = bridge.to_megatron_provider(load_weights=load_weights)
         for name, value in fields.items():
             setattr(provider, name, value)
         provider.finalize()
         ddp = DistributedDataParallelConfig(use_distributed_optimizer=True)
-        (model,) = provider.provide_distributed_model(ddp_config=ddp, wrap_with_ddp=True, bf16=True)
-        ids = torch.tensor([[1, 2, 3]])
-        assert model(ids, None, None).shape == (1, 3, provider.vocab_size)
+        models = provider.provide_distributed_model(ddp_config=ddp, wrap_with_ddp=True, bf16=True)
+        if not load_weights:  # as verl loads
+            bridge.load_hf_weights(models)
+        ids, params = packed(sequences)
+        with torch.no_grad():
+            loss = models[0](ids, None, None, labels=ids.roll(-1, 1), packed_seq_params=params)
+        for row, wanted in zip(rows_of(params, -loss[0], sequences), expected, strict=True):
+            assert_same(row, wanted)
     finally:
         stop_process()
 
 
-@pytest.mark.parametrize("fields", BRIDGE_FIELDS)
-def test_their_fields_are_accepted(checkpoint, fields):
-    """The same fields where Megatron-Bridge is missing: on Megatron's own configuration."""
-    _, config = read_config(checkpoint)
-    assert transformer_config(config, **fields).variable_seq_lengths
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("context_parallel_size", 2),
+        ("num_layers", 7),
+        ("should_pad_vocab", True),
+        ("params_dtype", torch.float32),
+    ],
+)
+def test_a_field_that_cannot_be_honoured_is_refused(checkpoint, iso_bridge, name, value):
+    provider = iso_bridge(checkpoint).to_megatron_provider()
+    setattr(provider, name, value)
+    with pytest.raises(IsoError, match=name):
+        provider.finalize()
