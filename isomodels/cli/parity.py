@@ -4,8 +4,9 @@ import json
 import signal
 import sys
 import tempfile
-from collections.abc import Callable
-from contextlib import ExitStack
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -131,10 +132,9 @@ def parity(
         sizes = replace(sizes, max_num_batched_tokens=max_num_batched_tokens)
     check_engine_layout(of_engine)
     check_device(device.value)
-    # Ending by a signal, too, must end the processes below and remove what they left.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     progress = Console(stderr=True)
     with ExitStack() as stack:
+        stack.enter_context(_exit_by_sigterm())
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="isomodels-")))
         status = stack.enter_context(progress.status("making the checkpoint"))
         if checkpoint is not None:
@@ -178,6 +178,19 @@ def parity(
         json_to.write_text(as_text + "\n")
     if report.faults():
         raise typer.Exit(1)
+
+
+@contextmanager
+def _exit_by_sigterm() -> Iterator[None]:
+    """Ending by a signal, too, ends the processes that were started and removes what they left."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals are the main thread's
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)  # None: not from Python
 
 
 def _check_model(

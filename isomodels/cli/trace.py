@@ -137,11 +137,16 @@ def diff(
 
 
 def _print(found: "Comparison") -> None:
+    from isomodels.trace.comparison import HOSTS_OWN
+
     typer.echo(f"{found.tokens} tokens of one history, {found.operations} operations on both sides")
     for side, only in (("left", found.only_left), ("right", found.only_right)):
         if only:
             more = f" and {len(only) - _SHOWN} more" if len(only) > _SHOWN else ""
             typer.echo(f"on the {side} alone: {', '.join(only[:_SHOWN])}{more}")
+    for side, own in (("left", found.own_left), ("right", found.own_right)):
+        for name, count in own.items():
+            typer.echo(f"of the {side}'s host: {count} {name} ({HOSTS_OWN[name]})")
     if found.weights:
         typer.echo(f"weights that differ: {', '.join(found.weights[:_SHOWN])}")
     if found.first is None:

@@ -211,7 +211,6 @@ class Trainer(Scoring):
         Raises:
             CheckpointError: if the folder cannot be written.
             LostRankError: where another rank ended or hangs; an earlier save is still there.
-            HostError: if Megatron's helper process cannot start.
         """
         contract = self.contract().to_json()
         resume.save(path, self.models, self.optimizer, self.steps, contract)

@@ -101,10 +101,7 @@ class Remote:
         return not self._answers.empty()
 
     def kill(self) -> None:
-        """End the process at once, in the middle of whatever it does, and those it started.
-
-        Megatron saves with helper processes, which would outlive it.
-        """
+        """End the process at once, in the middle of whatever it does, and those it started."""
         import psutil  # type: ignore[import-untyped]
 
         started: list[Any] = []

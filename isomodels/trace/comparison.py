@@ -14,6 +14,12 @@ from isomodels.trace.recording import Entries, Recording
 # One operation has a form for packed sequences and one for an engine's pages.
 _FORMS = (("paged_", ""), ("_to_cache", ""), ("_kept", ""))
 _SECTIONS = ("decoder", "head")
+# What one kind of host runs beside what both do, and why: no difference of two sides.
+HOSTS_OWN = {
+    "write_kv_cache": "an engine keeps keys and values in pages",
+    "write_latent_cache": "an engine keeps latents in pages",
+    "token_logprobs": "a trainer takes its targets' logprobs",
+}
 
 Key = tuple[str, str, int]  # module, operation, which call of it there
 
@@ -76,6 +82,8 @@ class Comparison:
         operations: that both ran, of those tokens.
         differing: tokens with any difference.
         only_left, only_right: operations that the other side did not run there.
+        own_left, own_right: of `HOSTS_OWN`, those that one side's host runs and the other's does
+            not, and how often in the model.
         weights: names of tensors that both sides have and whose digests differ; what a trainer
             alone carries (MTP layers) is in no operation.
         first: None if nothing differs.
@@ -87,6 +95,8 @@ class Comparison:
     differing: int
     only_left: tuple[str, ...]
     only_right: tuple[str, ...]
+    own_left: dict[str, int]
+    own_right: dict[str, int]
     weights: tuple[str, ...]
     first: Fault | None
     places: dict[str, int]
@@ -130,7 +140,7 @@ def compare(left: Recording, right: Recording) -> Comparison:
     if not pairs:
         raise TraceError("the recordings have no operation in common: are they of one model?")
     places = _first_places(left, pairs)
-    only = _unmatched(left, right)
+    only, own = _unmatched(left, right)
     names = left.weights.keys() & right.weights.keys()
     by_order = sorted(places, key=lambda t: (int(left.position[t]), int(left.sequence[t])))
     return Comparison(
@@ -139,6 +149,8 @@ def compare(left: Recording, right: Recording) -> Comparison:
         differing=len(places),
         only_left=only[0],
         only_right=only[1],
+        own_left=own[0],
+        own_right=own[1],
         weights=tuple(sorted(n for n in names if left.weights[n] != right.weights[n])),
         first=_fault(left, right, by_order[0], *places[by_order[0]]) if by_order else None,
         places=dict(Counter(_label(p.columns[c][0]) for p, _, c in places.values())),
@@ -284,13 +296,23 @@ def _label(operation: Operation) -> str:
     return f"{operation.module} {operation.operator}"
 
 
-def _unmatched(left: Recording, right: Recording) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Operations that one side alone ran, in the sections that both recorded."""
+def _unmatched(
+    left: Recording, right: Recording
+) -> tuple[list[tuple[str, ...]], list[dict[str, int]]]:
+    """Operations that one side alone ran, and of those apart, what is its host's own.
+
+    A host's own is one that the other side ran nowhere: of two engines, or two trainers, each must
+    run it wherever the other does.
+    """
     sides = [
         {(e.form.section, key): op for e in side.entries for key, op in keyed(e.form).items()}
         for side in (left, right)
     ]
-    return (
-        tuple(_label(op) for key, op in sides[0].items() if key not in sides[1]),
-        tuple(_label(op) for key, op in sides[1].items() if key not in sides[0]),
-    )
+    only, own = [], []
+    for ours, theirs in (sides, sides[::-1]):
+        elsewhere = {name for _, (_, name, _) in theirs}
+        alone = {key: op for key, op in ours.items() if key not in theirs}
+        of_host = [key[1][1] for key in alone if key[1][1] in HOSTS_OWN.keys() - elsewhere]
+        own.append(dict(Counter(of_host)))
+        only.append(tuple(_label(op) for key, op in alone.items() if key[1][1] not in of_host))
+    return only, own

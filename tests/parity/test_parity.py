@@ -3,16 +3,24 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
+from isomodels.cli.main import app
+from isomodels.contract import contract_of
+from isomodels.parity import run
 from isomodels.parity.cases import cases_of
 from isomodels.parity.checkpoints import random_checkpoint, tiny_config
+from isomodels.parity.remote import ProcessError
 from isomodels.parity.run import run_parity
 from isomodels.registry import get_spec
 
@@ -62,6 +70,14 @@ def test_every_case_has_equal_bits(tmp_path: Path, arch: str) -> None:
         # row 32: the experts of every token in both layers that have any
         assert (phase["routes"]["compared"] > 5000) == (get_spec(arch).family == "moe")
         assert phase["routes"]["differ"] == 0
+    # requested, installed and served; that a fault of each is seen: test_operations.py
+    contract = contract_of({**tiny_config(arch), "dtype": "bfloat16"})
+    forms = contract.numerical_policy["forms"]
+    for side, form in (("engine", "paged"), ("trainer", "packed")):
+        runs = [one for one in report["operations_served"][side] if one["form"] == form]
+        forwards = [one["operators"] for one in runs if one["part"] == "forward"]
+        assert forwards == [forms[form]["forward"]]
+        assert sum(one["runs"] for one in runs) > 20
     assert sum(case["compared"] for case in report["cases"].values()) >= 5000
     assert report["update"]["logprobs_changed"] > 1000
     # What the project removes is there without it: the comparison is not blind.
@@ -180,3 +196,35 @@ def test_a_checkpoint_of_another_architecture_than_asked_is_refused(tmp_path: Pa
     done = _run("--checkpoint", str(tmp_path / "c"), "--arch", "Qwen3ForCausalLM")
     assert done.returncode == 2
     assert "MiMoForCausalLM" in done.stderr
+
+
+@pytest.mark.parametrize("where", ["main thread", "another thread"])
+def test_a_calling_process_keeps_its_signal_handler(monkeypatch, where: str) -> None:
+    """While the command runs, SIGTERM ends it as an exit does, which ends what it started."""
+    ends = []
+
+    def interrupted(*_: object, **__: object) -> None:
+        if where == "main thread":
+            with pytest.raises(SystemExit) as error:
+                signal.raise_signal(signal.SIGTERM)
+            ends.append(error.value.code)
+        raise ProcessError("ended")
+
+    def own(*_: object) -> None:
+        raise AssertionError("not while the command runs")
+
+    monkeypatch.setattr(run, "run_parity", interrupted)
+    trained = str(Path(__file__).parents[1] / "data" / "tiny-qwen3")
+    before = signal.signal(signal.SIGTERM, own)
+    try:
+        call = partial(CliRunner().invoke, app, ["parity", "--checkpoint", trained])
+        if where == "main thread":
+            done = call()
+        else:
+            with ThreadPoolExecutor(1) as pool:
+                done = pool.submit(call).result()
+        assert signal.getsignal(signal.SIGTERM) is own
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert done.exit_code == 3, done.output
+    assert ends == ([128 + signal.SIGTERM] if where == "main thread" else [])

@@ -1,6 +1,7 @@
 """Recordings of a module: every operation is seen, and a wrong bit in any is named."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from isomodels.layers.parallel import Layout, TensorParallel
 from isomodels.parity.checkpoints import random_checkpoint, tiny_config
 from isomodels.registry import load_object
 from isomodels.trace import Choice, Recording, compare, record
-from isomodels.trace.recorder import Recorder
+from isomodels.trace.recorder import Operation, Recorder
 
 # dense, latent attention with experts, gated delta rule with gated attention and experts
 NAMES = ["Qwen3ForCausalLM", "Glm4MoeLiteForCausalLM", "Qwen3_5MoeForCausalLM"]
@@ -99,6 +100,31 @@ def test_every_operation_is_recorded_and_nothing_moves(core, tmp_path):
     assert same.operations == len(
         {(op.module, op.operator) for op in operations(recording) if op.outputs}
     )
+
+
+def test_what_a_host_alone_must_do_is_no_difference(dense, tmp_path):
+    sound = recorded(dense, tmp_path / "sound")
+
+    def wrote(name, *layers):
+        """As an engine records it that writes the tokens of these layers into pages."""
+        entry = next(e for e in sound.entries if e.form.section == "decoder")
+        writes = [Operation(f"model.layers.{layer}.self_attn", name, {}, {}) for layer in layers]
+        form = replace(entry.form, operations=[*entry.form.operations, *writes])
+        return replace(sound, entries=[replace(entry, form=form)])
+
+    for name in ("write_kv_cache", "write_latent_cache"):
+        for left, right in ((wrote(name, 0, 1), sound), (sound, wrote(name, 0, 1))):
+            found = compare(left, right)
+            assert not any(name in label for label in (*found.only_left, *found.only_right))
+            owns = (found.own_left, found.own_right)
+            assert owns == (({name: 2}, {}) if right is sound else ({}, {name: 2}))
+        # of two engines, one of which left a layer out
+        found = compare(wrote(name, 0, 1), wrote(name, 0))
+        assert found.only_left == (f"model.layers.1.self_attn {name}",)
+        assert (found.own_left, found.own_right) == ({}, {})
+    found = compare(wrote("swiglu", 0, 1), sound)
+    assert len(found.only_left) == 2
+    assert found.own_left == {}
 
 
 def test_one_bit_of_any_operation_is_named(core, tmp_path):
