@@ -20,6 +20,17 @@ class LoaderRank:
             trainer.save(out)
             trainer.save_hf(f"{out}-hf")
 
+    def stepped(
+        self, path: str, layout: str, out: str, sequence: list[int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logprobs of a sequence before a step and after it; then the weights to `out`."""
+        with Trainer(path, dtype=torch.bfloat16, layout=Degrees.parse(layout), lr=1e-2) as trainer:
+            (before,) = trainer.score([sequence])
+            trainer.step([sequence] * 2)
+            (after,) = trainer.score([sequence])
+            trainer.save_hf(out)
+            return before, after
+
     def load(self, path: str, layout: str, saved: str, out: str) -> None:
         """Megatron's loader into other weights, then those to `out`."""
         with Trainer(path, dtype=torch.bfloat16, layout=Degrees.parse(layout)) as trainer:

@@ -8,6 +8,7 @@ import torch
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 from megatron.core import dist_checkpointing
+from safetensors.torch import load_file, save_file
 
 from isomodels.checkpoint import load_checkpoint
 from isomodels.conversion import convert_checkpoint
@@ -19,6 +20,7 @@ from isomodels.stored_weights import open_weights
 from isomodels.weights_conv import dist_write
 from isomodels.weights_conv.bits import same_bits
 from tests.checkpoints import make_mimo, make_qwen3
+from tests.dense.models import run_packed, tokens
 from tests.moe.mla.models import make as make_latent
 from tests.weights.support import raw_folder
 from tests.weights.test_conversion import MAKERS, digest
@@ -98,3 +100,32 @@ def test_real_ranks_of_any_layout(tmp_path: Path, monkeypatch, pytestconfig, lay
         convert_checkpoint(tmp_path / "out", tmp_path / "there", to="megatron")
         ranks.call("load", str(path), layout, str(tmp_path / "there"), str(tmp_path / "back"))
     assert raw_folder(tmp_path / "back") == raw_folder(tmp_path / "out")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head", ["untied", "tied", "tied and repeated"])
+def test_row_68_of_the_field_reports_heads_over_two_stages(
+    tmp_path: Path, monkeypatch, pytestconfig, head
+) -> None:
+    """The last stage has the embedding's copy, from a file that may repeat it; both change."""
+    monkeypatch.setenv("PYTHONPATH", str(pytestconfig.rootpath))
+    path = make_qwen3(tmp_path / "hf", torch.bfloat16, tied=head != "untied", num_hidden_layers=2)
+    names = ("model.embed_tokens.weight", "lm_head.weight")
+    found = load_file(path / "model.safetensors")
+    if head == "tied and repeated":
+        found[names[1]] = found[names[0]].clone()
+        save_file(found, path / "model.safetensors", metadata={"format": "pt"})
+    ids = tokens(30)
+    with Ranks("loader", "tests.weights.loader_rank:LoaderRank", 2) as ranks:
+        ranks.results()
+        logprobs = ranks.call("stepped", str(path), "pp2", str(tmp_path / "out"), ids.tolist())
+    for folder, theirs in zip((path, tmp_path / "out"), logprobs, strict=True):
+        model = load_checkpoint(folder)
+        with torch.no_grad():
+            assert same_bits(theirs, model.token_logprobs(run_packed(model, ids)[:-1], ids[1:]))
+    saved = load_file(tmp_path / "out" / "model.safetensors")
+    assert saved.keys() == found.keys()
+    for name in saved.keys() & names:
+        assert not same_bits(saved[name], found[name]), name
+    if head == "tied and repeated":
+        assert same_bits(*(saved[name] for name in names))
