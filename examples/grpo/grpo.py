@@ -20,10 +20,12 @@ the trainer has the weights that the answer names: what its ratio is off by is s
 """
 
 import argparse
+import hashlib
 import json
 import os
 import random
 import time
+import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -33,6 +35,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from rich import print
 from rich.progress import track
 from torch import Tensor
 
@@ -92,9 +95,7 @@ class Rollouts:
         options, sampling: further arguments of `vllm.LLM` and `vllm.SamplingParams`.
     """
 
-    def __init__(
-        self, checkpoint: Path, engine: str, options: dict[str, Any], sampling: dict[str, Any]
-    ):
+    def __init__(self, checkpoint: Path, engine: str, options: dict, sampling: dict):
         from vllm import LLM
 
         if engine == "isomodels":
@@ -106,15 +107,9 @@ class Rollouts:
         """One answer to each prompt; the same seed and weights give the same answers."""
         from vllm import SamplingParams
 
-        params = [
-            SamplingParams(
-                temperature=1.0,
-                logprobs=0,  # that of the sampled token
-                seed=seed * len(prompts) + number,
-                **self.sampling,
-            )
-            for number in range(len(prompts))
-        ]
+        given = {"temperature": 1.0, "logprobs": 0, **self.sampling}  # of the sampled token alone
+        seeds = range(seed * len(prompts), (seed + 1) * len(prompts))
+        params = [SamplingParams(seed=one, **given) for one in seeds]
         inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
         outputs = self.llm.generate(inputs, params, use_tqdm=False)
         samples = []
@@ -343,9 +338,11 @@ def loop(args: argparse.Namespace, first: int, rollouts: Rollouts, policy: Any) 
         times.append(time.perf_counter())
         policy.send()
         times.append(time.perf_counter())
+        line = describe(step, samples, result, times)
         with log.open("a") as file:
-            file.write(json.dumps(describe(step, samples, result, times)) + "\n")
+            file.write(json.dumps(line) + "\n")
         policy.save(args.out / "state")
+        print("step {step}: reward {reward:.2f}, {differ} of {tokens} ratios not 1".format(**line))
 
 
 def describe(
@@ -354,9 +351,11 @@ def describe(
     """A step's line of the log."""
     generation, training, sync = (end - start for start, end in pairwise(times))
     differ, distances = differing(update.new, update.old)
+    bits = b"".join(np.int64(s.answer).tobytes() + s.logprobs.tobytes() for s in samples)
     return {
         "step": step,
         "weights": samples[0].version,
+        "rollouts": hashlib.sha256(bits).hexdigest(),
         "reward": float(np.mean([sample.reward for sample in samples])),
         "tokens": len(update.new),
         "differ": differ,
@@ -371,22 +370,23 @@ def describe(
 
 def parse() -> argparse.Namespace:
     """The command line."""
-    form = argparse.RawDescriptionHelpFormatter
+    kinds = (argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter)
+    form = type("Form", kinds, {})  # both: the text as it is, and the defaults
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     add = parser.add_argument
-    add("out", type=Path, help="folder for the log, the base model and the state")
-    add("--checkpoint", type=Path, help="start here instead of a small new model")
-    add("--engine", choices=("isomodels", "vllm"), default="isomodels")
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    add("--steps", type=int, default=20)
+    add("out", type=Path, help="folder for the log, the state and the new base model")
+    add("--checkpoint", type=Path, help="start here, in place of a small new model in OUT/base")
+    add("--engine", choices=("isomodels", "vllm"), default="isomodels", help="model in vLLM")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="of both sides")
+    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the weights")
+    add("--steps", type=int, default=20, help="optimizer steps")
     add("--prompts", type=int, default=16, help="prompts a step")
     add("--group", type=int, default=8, help="answers to a prompt")
     add("--behind", type=int, default=0, help="steps between rollout and update")
-    add("--lr", type=float, default=3e-4)
+    add("--lr", type=float, default=3e-4, help="learning rate of Adam")
     add("--warm-up", type=int, default=60, help="supervised steps of a new model")
-    add("--seed", type=int, default=0)
-    add("--resume", action="store_true", help="go on from the state in OUT")
+    add("--seed", type=int, default=0, help="of prompts and answers")
+    add("--resume", action="store_true", help="go on from OUT/state, with the options of before")
     args = parser.parse_args()
     if args.behind and args.resume:
         parser.error("--resume keeps no rollouts that wait for their update: leave out --behind")
@@ -394,4 +394,5 @@ def parse() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    warnings.simplefilter("ignore")  # libraries tell of their optional parts
     train(parse())

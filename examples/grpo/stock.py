@@ -7,6 +7,7 @@ Takes the options of grpo.py. Nothing is asserted: the log shows by how much the
 
 import argparse
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -89,4 +90,5 @@ def main(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
+    warnings.simplefilter("ignore")  # libraries tell of their optional parts
     main(parse())

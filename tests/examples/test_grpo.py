@@ -64,6 +64,18 @@ def test_a_ratio_that_is_not_one_stops(grpo: ModuleType, changed: float):
         grpo.assert_ratio_one(new, old, "step 3")
 
 
+def test_the_log_tells_rollouts_apart_by_a_bit(grpo: ModuleType):
+    def rollouts(answer: list[int], logprob: float) -> str:
+        one = sample(grpo, [1, 2], answer)
+        one.logprobs[0] = logprob
+        update = grpo.Update(0.0, 0.0, one.logprobs, one.logprobs)
+        return grpo.describe(0, [one], update, [0.0] * 4)["rollouts"]
+
+    assert rollouts([5, 0], -1.0) == rollouts([5, 0], -1.0)
+    others = {rollouts([6, 0], -1.0), rollouts([5, 0], np.nextafter(np.float32(-1), np.float32(0)))}
+    assert len(others | {rollouts([5, 0], -1.0)}) == 3
+
+
 @pytest.fixture(scope="module")
 def base(grpo: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
     raw = tiny_config("Qwen3ForCausalLM") | grpo.SIZES | {"vocab_size": 8}
