@@ -1,14 +1,19 @@
 """What hosts rely on: operators only, names, float32 parameters, recomputed layers, refusals."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint as recompute
 
 from isomodels.batch import Batch
+from isomodels.config import read_config
+from isomodels.registry import load_object
 from tests.dense.test_operations import OnlyOurs
 from tests.hybrid.models import ARCHITECTURES, Engine, bounds, load_ours, run_packed, tokens
 from tests.kernel.battery import DTYPES, assert_same_bits, relative_rms
 
+CONFIGS = Path(__file__).parent.parent / "data" / "configs"
 NAMES = {
     "input_layernorm.weight",
     "post_attention_layernorm.weight",
@@ -128,3 +133,19 @@ def test_row_44_of_the_field_reports_no_gradient_crosses_documents(checkpoint):
         gradients.append(embedded[0].grad)
     assert not gradients[0][:30].any()
     assert relative_rms(gradients[0][30:], gradients[1]) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("name", "least", "most"),
+    [
+        ("qwen3.5-9b", 8.5e9, 9.5e9),
+        ("qwen3.5-35b-a3b", 34e9, 35.5e9),
+        ("qwen3-next-80b-a3b", 79e9, 80.5e9),
+    ],
+)
+def test_released_models_have_the_parameters_of_their_names(name, least, most):
+    spec, config = read_config(CONFIGS / name)
+    model = load_object(spec.model)(config, dtype=config.torch_dtype, device=torch.device("meta"))
+    assert least < sum(p.numel() for p in model.parameters()) < most
+    counts = [len(config.layers_of(kind)) for kind in ("linear_attention", "full_attention")]
+    assert counts == [3 * config.num_hidden_layers // 4, config.num_hidden_layers // 4]
