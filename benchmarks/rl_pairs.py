@@ -19,8 +19,9 @@ from typing import Any
 import torch
 
 from benchmarks.engine import ROOT, decode_step_ms, scratch
+from benchmarks.served import STOCK_HYBRID
 from benchmarks.sync import TimedClient
-from isomodels.config import load_config_dict
+from isomodels.config import load_config_dict, read_config
 
 sys.path.insert(0, str(ROOT / "examples" / "grpo"))
 import grpo
@@ -191,6 +192,8 @@ class Pair:
                 source.choices(vocabulary, k=k) for k in (work.tokens_in, work.tokens_out)
             )
             samples.append(grpo.Sample(prompt, answer, logprobs, "", advantage=(-1.0) ** number))
+        if isinstance(self, Ours):  # the answers are no engine's: there is no ratio to assert
+            self.policy.behind = 1
         self.update(samples)
         return name
 
@@ -236,8 +239,10 @@ class Stock(Pair):
     transfer: Any = None
 
     def engine_options(self) -> dict[str, Any]:
-        on_gpu = self.work.device == "cuda"
-        return {"weight_transfer_config": {"backend": "ipc"}} if on_gpu else {}
+        if self.work.device != "cuda":
+            return {}
+        hybrid = read_config(self.checkpoint)[0].family == "hybrid"
+        return {"weight_transfer_config": {"backend": "ipc"}, **(STOCK_HYBRID if hybrid else {})}
 
     def start_trainer(self) -> str:
         from benchmarks.rl_stock import StockTrainer

@@ -10,6 +10,8 @@ from typing import Any
 from benchmarks import qwen3_8b
 from isomodels.parity.checkpoints import random_checkpoint
 
+# On Hopper vLLM takes FlashInfer's delta rule, whether FlashInfer is installed or not.
+STOCK_HYBRID = {} if find_spec("flashinfer") else {"gdn_prefill_backend": "triton"}
 CONFIGS = Path(__file__).parent.parent / "tests" / "data" / "configs"
 
 
@@ -76,7 +78,6 @@ MODELS = {
         _qwen35,
         lambda folder, raw: random_checkpoint(folder, raw, "bfloat16", 0, "cuda"),
         requests=128,
-        # its default on Hopper is FlashInfer's kernel, whether FlashInfer is installed or not
-        stock={} if find_spec("flashinfer") else {"gdn_prefill_backend": "triton"},
+        stock=STOCK_HYBRID,
     ),
 }

@@ -41,6 +41,7 @@ class Launcher:
         compiled = self._compiled.get(at)
         if compiled is None:
             made = self.kernel[grid](*arguments, **self.constants, **self.options)
-            self._compiled[at] = made
+            # Triton 3.7 gives a promise of it where it compiles in the background.
+            self._compiled[at] = made.result() if hasattr(made, "result") else made
         else:
             compiled[grid](*arguments, *self._values)

@@ -58,9 +58,11 @@ def _decode(
     dim = tl.arange(0, WIDTH)
     valid = heads < num_heads
     stored = valid[:, None] & (dim < R)[None, :]
-    if (seq >= tl.load(cu_seqlens + num_seqs)) & (seq < num_tokens) & (split == 0):
-        # A padded batch: rows past the last sequence are zero.
-        out_at = (seq.to(tl.int64) * num_heads + heads)[:, None] * R + dim[None, :]
+    # A padded batch: rows past the last sequence are zero.
+    first_row = tl.where(split == 0, tl.load(cu_seqlens + num_seqs) + seq, num_tokens)
+    for row in range(first_row, num_tokens, num_seqs):
+        rows = (row + tl.zeros_like(heads)).to(tl.int64)
+        out_at = (rows * num_heads + heads)[:, None] * R + dim[None, :]
         zeros = tl.zeros([BLOCK_M, WIDTH], tl.float32).to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + out_at, zeros, mask=stored)
     if num_new != 1:
@@ -152,9 +154,9 @@ def paged_mla_attention(
     max_segments = triton.cdiv(max_seqlen_k, SEGMENT)
     # States of so many long sequences would not fit: their segments run one after the other.
     serial = max_segments > 1 and num_seqs * max_segments * num_heads * rank * 4 > _PART_BYTES
-    # In a decode batch every row is written; elsewhere padding may follow the last sequence.
-    dense = max_seqlen_q <= 1 and num_tokens <= num_seqs and not serial
-    out = (torch.empty_like if dense else torch.zeros_like)(q)
+    # The decode kernel writes zeros into padding rows, which may follow the last sequence.
+    zeros = serial or not num_seqs
+    out = (torch.zeros_like if zeros else torch.empty_like)(q)
     if not num_tokens or not num_seqs:
         return out
     pages = (latent_cache, block_table, cu_seqlens_q, seq_lens)

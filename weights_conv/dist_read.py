@@ -91,7 +91,7 @@ class DistributedFiles:
         near = self.chunks_at(name, lead)
         if len(near) == 1 and near[0].sizes[depth:] == shape:
             return self._slice(name, stored, near[0], lead)
-        tensor = torch.empty(shape, dtype=stored.dtype)
+        tensor = torch.empty(shape, dtype=stored.dtype, device="cpu")
         for chunk in near:
             place = tensor
             for dim, (begin, size) in enumerate(

@@ -77,7 +77,7 @@ class TensorFiles(LazyTensors):
     def __getitem__(self, name: str) -> Tensor:
         file = self._files[self.weight_map[name]]
         dtype, shape, begin = file.tensors[name]
-        tensor = torch.empty(shape, dtype=DTYPES[dtype])
+        tensor = torch.empty(shape, dtype=DTYPES[dtype], device="cpu")  # whatever the default is
         if tensor.numel():
             read_into(file.handle, tensor.view(-1).view(torch.uint8).numpy().data, begin)
         return tensor

@@ -3,6 +3,8 @@
 The functions live in `isomodels.validate`, where `isomodels validate` runs them on a user's device.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,6 +31,7 @@ __all__ = [
     "odd_storage",
     "relative_rms",
     "threads",
+    "uninitialised_is_nan",
     "unit_error",
 ]
 
@@ -46,3 +49,13 @@ def assert_registered(op: Any, args: tuple, *, trainable: bool = True) -> None:
     """
     tests = ["test_schema", "test_faketensor"] + ["test_autograd_registration"] * trainable
     torch.library.opcheck(op, args, test_utils=tests)
+
+
+@contextmanager
+def uninitialised_is_nan() -> Iterator[None]:
+    """New memory comes filled with NaN: a row that a kernel leaves out shows."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -9,7 +9,6 @@ import itertools
 import os
 import subprocess
 import sys
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -20,7 +19,13 @@ from isomodels.kernels.attention import (
     paged_attention,
     write_kv_cache,
 )
-from tests.kernel.battery import assert_same_bits, hard, relative_rms, unit_error
+from tests.kernel.battery import (
+    assert_same_bits,
+    hard,
+    relative_rms,
+    uninitialised_is_nan,
+    unit_error,
+)
 from tests.kernel.pages import Pages
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -49,16 +54,6 @@ def assert_same(actual, expected, what):
         assert_same_bits(actual, expected, what)
     else:
         assert relative_rms(actual, expected) < unit_error(FP32, 100), what
-
-
-@contextmanager
-def uninitialised_is_nan():
-    """New memory comes filled with NaN: a row that a kernel leaves out shows."""
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 class Case:

@@ -21,7 +21,13 @@ from isomodels.kernels.mla_attention import (
     split_kv_b,
     write_latent_cache,
 )
-from tests.kernel.battery import assert_same_bits, hard, relative_rms, unit_error
+from tests.kernel.battery import (
+    assert_same_bits,
+    hard,
+    relative_rms,
+    uninitialised_is_nan,
+    unit_error,
+)
 from tests.kernel.pages import Pages
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -108,8 +114,11 @@ class Case:
     def rows(self, sequence, start, end):
         return slice(self.starts[sequence] + start, self.starts[sequence] + end)
 
-    def step(self, runs, *, padding=0, bound_k=None, **configs):
-        """One engine step: runs of (sequence, start, end). Returns (latents, rows of `packed`)."""
+    def step(self, runs, *, padding=0, bound_k=None, loose=0, **configs):
+        """One engine step: runs of (sequence, start, end). Returns (latents, rows of `packed`).
+
+        `padding` sequences without tokens follow, and as many tokens, and `loose` more tokens.
+        """
         from isomodels.kernels import mla_decode_triton
 
         at = torch.cat([torch.arange(self.starts[s] + a, self.starts[s] + b) for s, a, b in runs])
@@ -118,14 +127,15 @@ class Case:
         ends = [b for _, _, b in runs] + [0] * padding
         sequences = [s for s, _, _ in runs] + [0] * padding
         q, q_rope = (
-            torch.cat((x[at], x.new_full((padding, *x.shape[1:]), torch.nan)))
+            torch.cat((x[at], x.new_full((padding + loose, *x.shape[1:]), torch.nan)))
             for x in (self.absorbed(), self.q_rope)
         )
         bounds = self.int32([0, *itertools.accumulate(counts)])
-        out = mla_decode_triton.paged_mla_attention(
-            q, q_rope, self.cache, self.block_table[sequences], bounds, self.int32(ends),
-            self.scale, max(counts), bound_k or max(ends), **configs,
-        )  # fmt: skip
+        with uninitialised_is_nan():
+            out = mla_decode_triton.paged_mla_attention(
+                q, q_rope, self.cache, self.block_table[sequences], bounds, self.int32(ends),
+                self.scale, max(counts), bound_k or max(ends), **configs,
+            )  # fmt: skip
         assert not out[len(at) :].any(), "padding rows must be zero"
         return out[: len(at)], at
 
@@ -211,7 +221,7 @@ def check_paged(case, whole, tiles, decodes, decode_rows):
         out, at = case.step(rows, padding=3)
     assert_same(out, whole[at], "decode without room for the states of segments")
     mixed = [*rows[::3], *((s, n // 3, n) for s, n in enumerate(case.lengths) if n > 1)]
-    out, at = case.step(mixed, padding=2)
+    out, at = case.step(mixed, padding=2, loose=70)
     assert_same(out, whole[at], "decode rows among chunks")
 
 
@@ -282,6 +292,7 @@ def interpreted():
     with no_room_for_parts():
         out, at = case.step([(2, 132, 133), (3, 5, 6), (2, 128, 129)], padding=2)
     assert_same(out, whole[at], "decode without room for the states of segments")
+    case.step([(3, 5, 9)], tiles={"BLOCK_M": 64}, padding=1, loose=70)
     case = Case([1, 0, 70, 20], TINY, FP32, "cpu", block_size=64)
     out, at = case.step([(2, 10, 70), (3, 19, 20)])
     assert_same(out, case.packed()[0][at], "pages of whole blocks")

@@ -51,6 +51,9 @@ def test_what_is_written_is_read(
     for name, tensor in tensors.items():
         assert raw(files.read(name)) == raw(tensor)
     assert raw(files.read("t2", (1, 2))) == raw(tensors["t2"][1, 2])
+    with torch.device("meta"):  # a default device does not matter
+        for name, tensor in tensors.items():
+            assert raw(files.read(name)) == raw(tensor)
 
 
 def stored(tmp_path: Path) -> Path:

@@ -46,6 +46,12 @@ def test_reads_every_bit(tmp_path: Path, make) -> None:
     }
 
 
+def test_a_default_device_does_not_matter(tmp_path: Path) -> None:
+    read = read_tensors(single(tmp_path / "model"))
+    with torch.device("meta"):
+        assert raw(read["a"]) == raw(A)
+
+
 def test_a_replaced_folder_is_still_read_as_it_was(tmp_path: Path) -> None:
     folder = sharded(tmp_path / "x")
     tensors = read_tensors(folder)
