@@ -108,8 +108,10 @@ def test_gradients(checkpoint, name):
 
 @pytest.mark.slow
 def test_gradients_at_every_position(checkpoint):
-    """Of a long sequence's logprobs, in the embedded tokens: no window is worse than a few times
-    transformers' error there."""
+    """Of a long sequence's logprobs, in each embedded token, beside transformers' error.
+
+    By medians and a quantile: where a token is ill-conditioned, either is worse by chance.
+    """
     folder, ids = checkpoint("qwen3_5"), tokens(LENGTH)
     targets = tokens(LENGTH, seed=1)[:, None]
     config = json.loads((folder / "config.json").read_text())
@@ -132,12 +134,13 @@ def test_gradients_at_every_position(checkpoint):
     logprobs = theirs(ids[None], use_cache=False).logits[0].log_softmax(-1).gather(1, targets)
     logprobs.sum().backward()
     model.token_logprobs(run_packed(model, ids), targets[:, 0]).sum().backward()
+    one, two = (
+        (x.grad.view(LENGTH, -1) - exact).norm(dim=1) / exact.norm(dim=1) for x in (*mine, *other)
+    )
     for start in range(0, LENGTH, 250):
         part = slice(start, start + 250)
-        one, two = (
-            relative_rms(x.grad.view(LENGTH, -1)[part], exact[part]) for x in (*mine, *other)
-        )
-        assert one <= max(3 * two, 5e-5), f"from {start}: {one:.3g} against {two:.3g}"
+        assert one[part].median() <= 1.5 * two[part].median(), f"from {start}"
+    assert one.quantile(0.95) <= 1.5 * two.quantile(0.95)
 
 
 @torch.no_grad()
