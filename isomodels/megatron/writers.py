@@ -54,7 +54,7 @@ def _hook() -> None:
         saving, _saving = _saving, None
         if saving is None or saving[1] != threading.get_ident():
             return
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
         if os.getppid() != saving[0]:  # it ended before it could be bound to
             os._exit(1)
 
