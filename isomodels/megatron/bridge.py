@@ -10,7 +10,7 @@ Importing this file registers each architecture under a name of its own ("IsoQwe
 that Megatron-Bridge's own Qwen3 stays what it is. Checkpoints whose config transformers cannot
 read by itself (MiMo) do not come this way: use `isomodels.megatron.model_provider`.
 
-Checked on Megatron-Bridge 0.6.2 with megatron-core 0.19.2.
+Checked on Megatron-Bridge 0.6.2 with megatron-core 0.19.2, in one process and in parallel layouts.
 """
 
 import importlib.metadata
@@ -32,9 +32,18 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from isomodels.checkpoint import load_into, open_checkpoint, save_checkpoint
 from isomodels.config import read_config
+from isomodels.contract import Contract, contract_for
+from isomodels.contract.stored import require_stored
 from isomodels.errors import ConfigError, HostError, UnsupportedError
+from isomodels.megatron import check_megatron
 from isomodels.megatron.model import IsoLanguageModel
-from isomodels.megatron.provider import architecture_fields, build_core, check_transformer_config
+from isomodels.megatron.provider import (
+    architecture_fields,
+    build_core,
+    check_transformer_config,
+    rank_layout,
+)
+from isomodels.megatron.stages import gather_model
 from isomodels.registry import ArchSpec, architectures
 from isomodels.weights_conv.rules import Resolved, Tied
 
@@ -74,13 +83,6 @@ class IsoModelProvider(TransformerConfig, ModelProviderMixin[IsoLanguageModel]):
             UnsupportedError: for a feature without equal bits, or not implemented.
         """
         super().finalize()
-        for axis in ("tensor", "pipeline", "expert"):
-            name = f"{axis}_model_parallel_size"
-            if (degree := getattr(self, name)) != 1:
-                raise UnsupportedError(
-                    f"{name} is {degree}: through Megatron-Bridge every rank holds the "
-                    "whole model; isomodels.megatron.model_provider gives it in parts"
-                )
         _, hf_config = read_config(self.checkpoint)
         check_transformer_config(self, hf_config)
         if self.should_pad_vocab or self.vocab_size != hf_config.vocab_size:
@@ -105,13 +107,13 @@ class IsoModelProvider(TransformerConfig, ModelProviderMixin[IsoLanguageModel]):
         post_process: bool | None = None,
         vp_stage: int | None = None,
     ) -> IsoLanguageModel:
-        """The model without weights; the bridge's hook loads them."""
-        if pre_process is False or post_process is False or vp_stage is not None:
-            raise UnsupportedError("isomodels does not run pipeline stages yet")
+        """This rank's part of the model without weights; the bridge's hook loads them."""
         spec, hf_config = read_config(self.checkpoint)
         check_transformer_config(self, hf_config)
-        core = build_core(spec, hf_config, self.params_dtype)
-        return IsoLanguageModel(self, core, self._pg_collection)
+        ends = (pre_process, post_process, vp_stage)
+        layout = rank_layout(self, hf_config, self._pg_collection, *ends)
+        core = build_core(spec, hf_config, self.params_dtype, layout)
+        return IsoLanguageModel(self, core, self._pg_collection, vp_stage=vp_stage)
 
 
 class RuleMapping(MegatronParamMapping[Any]):
@@ -190,12 +192,18 @@ class IsoBridge(MegatronModelBridge):
 
         Raises:
             CheckpointError: a missing, left-over, misshapen or mistyped tensor.
+            ContractError: weights that a training wrote under a contract of other bits.
         """
         if allowed_mismatched_params:
             raise UnsupportedError("isomodels loads every parameter; none may be mismatched")
         models = megatron_model if isinstance(megatron_model, list) else [megatron_model]
+        path = _folder(hf_pretrained)
+        spec, hf_config = read_config(path)
         for model in unwrap_model(models):
-            load_into(model.core, _folder(hf_pretrained), cast=model.config.cast)
+            config, device = model.config, next(model.core.parameters()).device
+            dtype, cast = config.params_dtype, config.cast
+            require_stored(path, spec, hf_config, device, dtype=dtype, cast=cast)
+            load_into(model.core, path, cast=cast)
         return models
 
 
@@ -206,6 +214,19 @@ def _folder(hf_pretrained: Any) -> Path:
             f"isomodels reads a checkpoint folder, and {name!r} is none: download it first"
         )
     return Path(name)
+
+
+def _contract(folder: Path, model: IsoLanguageModel) -> Contract:
+    """What decides the bits of a trainer that holds this model."""
+    spec, hf_config = read_config(folder)
+    config, device = model.config, next(model.core.parameters()).device
+    host = {
+        "name": "megatron-core",
+        "version": check_megatron(),
+        "tensor_parallel": config.tensor_model_parallel_size,
+        "expert_parallel": config.expert_model_parallel_size,
+    }
+    return contract_for(spec, hf_config, device, dtype=config.params_dtype, host=host)
 
 
 def _register(spec: ArchSpec) -> None:
@@ -234,15 +255,33 @@ class IsoAutoBridge(AutoBridge[IsoLanguageModel]):
     def save_hf_pretrained(self, model: Any, path: str | Path, **_: Any) -> None:
         """Writes a Hugging Face checkpoint with `isomodels.checkpoint.save_checkpoint`.
 
+        All ranks call it; the first puts the model together, writes it, and states the contract.
+
         Args:
             model: what `provide_distributed_model` returned.
             path: folder to write.
         """
-        models = model if isinstance(model, list) else [model]
-        (inner,) = unwrap_model(models)
-        if dist.get_rank() == 0:
-            save_checkpoint(inner.core, path, like=_folder(self.hf_pretrained))
+        models = unwrap_model(model if isinstance(model, list) else [model])
+        whole, folder = gather_model(models), _folder(self.hf_pretrained)
+        if whole is not None:
+            save_checkpoint(
+                whole, path, like=folder, contract=_contract(folder, models[0]).to_json()
+            )
         dist.barrier()
+
+    def export_hf_weights(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """As `AutoBridge.export_hf_weights`, of a model that one rank holds.
+
+        Raises:
+            UnsupportedError: for a model that several ranks share.
+        """
+        models = model if isinstance(model, list) else [model]
+        if not all(inner.layout.whole for inner in unwrap_model(models)):
+            raise UnsupportedError(
+                "export_hf_weights streams a model that one rank holds: send one in parts "
+                "with isomodels.sync, or write it with save_hf_pretrained"
+            )
+        return super().export_hf_weights(model, *args, **kwargs)
 
 
 def iso_bridge(checkpoint: str | Path, **kwargs: Any) -> IsoAutoBridge:

@@ -26,7 +26,6 @@ from isomodels.validate import require_validated
 # cross_entropy_loss_fusion) are free: none of those layers runs.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "context_parallel_size": (1,),
-    "expert_tensor_parallel_size": (None, 1),
     "fp16": (False,),
     "fp8": (None,),
     "fp4": (None,),
@@ -69,6 +68,8 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
 # The same of a model without experts, and of one with them.
 _NEUTRAL_DENSE: dict[str, tuple[object, ...]] = {"num_moe_experts": (None,)}
 _NEUTRAL_MOE: dict[str, tuple[object, ...]] = {
+    # None becomes tensor_model_parallel_size, without experts too
+    "expert_tensor_parallel_size": (1, None),
     "moe_router_load_balancing_type": ("none", "aux_loss"),
     "moe_z_loss_coeff": (None, 0.0),
     "moe_input_jitter_eps": (None,),
@@ -229,6 +230,40 @@ def _check_recompute(built: Any) -> None:
         )
 
 
+def rank_layout(
+    config: Any,
+    hf_config: Any,
+    pg_collection: Any | None,
+    pre_process: bool | None,
+    post_process: bool | None,
+    vp_stage: int | None,
+) -> Layout:
+    """Which part of the model this rank holds, as a trainer asks its provider.
+
+    Args:
+        config: the `TransformerConfig`.
+        hf_config: the strict HF configuration of the checkpoint.
+        pg_collection: Megatron's process groups; the global ones by default.
+        pre_process, post_process: whether it embeds and has the head; None for what the place says.
+        vp_stage: which virtual stage, or None.
+
+    Raises:
+        UnsupportedError: for ends that do not fit the rank's place, or groups of other sizes than
+            the config's.
+    """
+    needed = ["tp", "pp", "ep", "cp"]
+    groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(needed)
+    layout = layout_of(config, groups, hf_config.num_hidden_layers, vp_stage)
+    ends = (layout.stage.embeds, layout.stage.heads)
+    for asked, has in zip((pre_process, post_process), ends, strict=True):
+        if asked is not None and asked != has:
+            raise UnsupportedError(
+                f"pre_process={pre_process} and post_process={post_process} do not fit this rank's "
+                "place among the pipeline stages: layers are divided evenly, in order"
+            )
+    return layout
+
+
 def build_core(
     spec: ArchSpec, config: Any, dtype: torch.dtype, layout: Layout = ALONE
 ) -> nn.Module:
@@ -302,14 +337,7 @@ def model_provider(
             config = transformer_config(hf_config)
         else:
             check_transformer_config(config, hf_config)
-        needed = ["tp", "pp", "ep", "cp"]
-        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(needed)
-        layout = layout_of(config, groups, hf_config.num_hidden_layers, vp_stage)
-        if (layout.stage.embeds, layout.stage.heads) != (pre_process, post_process):
-            raise UnsupportedError(
-                f"pre_process={pre_process} and post_process={post_process} do not fit this rank's "
-                "place among the pipeline stages: layers are divided evenly, in order"
-            )
+        layout = rank_layout(config, hf_config, pg_collection, pre_process, post_process, vp_stage)
         core = build_core(spec, hf_config, config.params_dtype, layout)
         if load_weights:
             dtype, device = config.params_dtype, next(core.parameters()).device

@@ -1,5 +1,9 @@
 """Megatron-Bridge: provider, strict loading, export, and the stock bridge left alone."""
 
+import json
+from functools import partial
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -16,8 +20,10 @@ from isomodels.errors import CheckpointError, ConfigError, UnsupportedError
 from isomodels.megatron import IsoLanguageModel, Trainer
 from isomodels.megatron.packing import pack
 from isomodels.megatron.process import start_process, stop_process
+from tests.checkpoints import make_qwen3, make_qwen3_moe
 from tests.megatron.bits import assert_same_bits
 from tests.megatron.conftest import DTYPES
+from tests.megatron.test_data_parallel import LAUNCH, run
 
 STOCK = get_model_bridge._exact_types[transformers.Qwen3ForCausalLM]
 
@@ -39,7 +45,8 @@ def test_the_stock_bridge_is_left_alone(checkpoint):
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype"), [("qwen3", "fp32"), ("qwen3_tied", "bf16"), ("qwen3", "bf16")]
+    ("kind", "dtype"),
+    [("qwen3", "fp32"), ("qwen3_tied", "bf16"), ("qwen3", "bf16"), ("qwen3_moe", "bf16")],
 )
 def test_model_through_the_bridge(checkpoint, sequences, tmp_path, kind, dtype):
     path = checkpoint(kind, dtype)
@@ -81,11 +88,9 @@ def test_model_through_the_bridge(checkpoint, sequences, tmp_path, kind, dtype):
 def test_refusals(checkpoint):
     path = checkpoint("qwen3", "fp32")
     for change, message in (
-        ({"tensor_model_parallel_size": 2}, "tensor_model_parallel_size is 2.*model_provider"),
-        (
-            {"pipeline_model_parallel_size": 2, "variable_seq_lengths": True},
-            "pipeline_model_parallel_size is 2",
-        ),
+        ({"tensor_model_parallel_size": 2}, "leaves of a vocabulary of 512"),
+        ({"pipeline_model_parallel_size": 2, "variable_seq_lengths": True}, "pipeline stages"),
+        ({"pipeline_model_parallel_size": 3}, "variable_seq_lengths"),
         ({"should_pad_vocab": True}, "pad the vocabulary"),
         ({"seq_length": 4096}, "max_position_embeddings"),
         ({"params_dtype": torch.bfloat16}, "set cast to True"),
@@ -110,8 +115,6 @@ def test_cast_is_asked_for(checkpoint, megatron):
 
 
 def test_a_left_over_tensor_is_an_error(tmp_path, megatron):
-    from tests.checkpoints import make_qwen3
-
     path = make_qwen3(tmp_path / "more")
     tensors = load_file(path / "model.safetensors")
     tensors["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(128)
@@ -120,3 +123,32 @@ def test_a_left_over_tensor_is_an_error(tmp_path, megatron):
     provider.finalize()
     with pytest.raises(CheckpointError, match="left over"):
         provider.provide_distributed_model(wrap_with_ddp=False, bf16=False)
+
+
+DENSE = partial(make_qwen3, tied=True, num_hidden_layers=4, vocab_size=1024)
+
+
+@pytest.mark.parametrize(
+    ("make", "layout"),
+    [
+        (DENSE, "tp2"),
+        (DENSE, "tp2,sp"),
+        (DENSE, "pp2"),
+        (DENSE, "pp2,vpp2"),
+        (make_qwen3_moe, "ep2,dp2"),
+    ],
+    ids=["tp2", "tp2-sp", "pp2", "pp2-vpp2", "ep2-dp2"],
+)
+def test_a_model_of_two_ranks(sequences, tmp_path, make, layout):
+    path = make(tmp_path / "checkpoint", torch.bfloat16)
+    with Trainer(path, dtype=torch.bfloat16) as trainer:
+        expected = [row.view(torch.int32).tolist() for row in trainer.score(sequences)]
+    job = {"checkpoint": str(path), "layout": layout, "sequences": sequences, "out": str(tmp_path)}
+    run(*LAUNCH, str(Path(__file__).with_name("bridge_rank.py")), json.dumps(job))
+    for rank in (0, 1):
+        assert json.loads((tmp_path / f"{rank}.json").read_text()) == expected
+    original = load_file(path / "model.safetensors")
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    assert saved.keys() == original.keys()
+    for name, tensor in original.items():
+        assert_same_bits(saved[name], tensor, name)

@@ -1,6 +1,8 @@
 """From a checkpoint to a wrapped model through Megatron-Bridge, as SkyRL and verl call it."""
 
 import importlib
+import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,11 +11,17 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.transformer.enums import AttnBackend
+from safetensors.torch import load_file
 from torch import Tensor
 
-from isomodels.errors import IsoError
-from isomodels.megatron import Trainer
+from isomodels.config import read_config
+from isomodels.contract import contract_of
+from isomodels.contract.stored import read_stored
+from isomodels.errors import ContractError, IsoError, UnsupportedError
+from isomodels.megatron import Trainer, transformer_config
 from isomodels.megatron.process import start_process, stop_process
+from isomodels.weights_conv.files import CONTRACT
+from tests.checkpoints import make_qwen3, make_qwen3_moe
 from tests.recipes import bridge_stand_in
 from tests.recipes.packed import assert_same, packed, rows_of
 
@@ -119,3 +127,41 @@ def test_a_field_that_cannot_be_honoured_is_refused(checkpoint, iso_bridge, name
     setattr(provider, name, value)
     with pytest.raises(IsoError, match=name):
         provider.finalize()
+
+
+def test_a_save_states_its_contract_and_another_is_refused(checkpoint, iso_bridge, tmp_path):
+    start_process()
+    try:
+        bridge = iso_bridge(checkpoint)
+        provider = bridge.to_megatron_provider()
+        provider.finalize()
+        models = provider.provide_distributed_model(wrap_with_ddp=False, bf16=True)
+        bridge.save_hf_pretrained(models, tmp_path / "saved")
+        for name, tensor in load_file(checkpoint / "model.safetensors").items():
+            assert_same(load_file(tmp_path / "saved" / "model.safetensors")[name], tensor)
+        stored = read_stored(tmp_path / "saved")
+        digests = contract_of(checkpoint).digests
+        assert stored.digests["numerical_policy"] == digests["numerical_policy"]
+        assert stored.digests["semantic"] == digests["semantic"]
+        policy = json.loads(stored.to_json())["numerical_policy"]
+        policy["schedules"]["linear"]["version"] += 1
+        text = replace(stored, numerical_policy=policy).to_json()
+        (tmp_path / "saved" / CONTRACT).write_text(text)
+        provider = iso_bridge(tmp_path / "saved").to_megatron_provider()
+        provider.finalize()
+        with pytest.raises(ContractError, match=r"schedules\.linear\.version"):
+            provider.provide_distributed_model(wrap_with_ddp=False, bf16=True)
+    finally:
+        stop_process()
+
+
+def test_experts_are_never_cut_and_a_dense_model_has_none(tmp_path):
+    """What the frameworks leave open, Megatron sets to the degree of tensor parallelism."""
+    given = {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": None}
+    _, dense = read_config(make_qwen3(tmp_path / "dense", vocab_size=1024))
+    _, experts = read_config(make_qwen3_moe(tmp_path / "experts", vocab_size=1024))
+    assert transformer_config(dense, **given).expert_tensor_parallel_size == 2
+    with pytest.raises(UnsupportedError, match="expert_tensor_parallel_size = 2; set it to 1"):
+        transformer_config(experts, **given)
+    given["expert_tensor_parallel_size"] = 1
+    assert transformer_config(experts, **given).expert_tensor_parallel_size == 1

@@ -142,13 +142,18 @@ class GPTModel(torch.nn.Module):
     """Megatron's own, which verl asks for by type."""
 
 
-def verl_looks_for_the_processor(fused, model) -> bool:
-    """How verl chooses between Megatron's `output_processor` and a forward of its own."""
+def verl_looks_for_the_processor(fused, model, monkeypatch) -> bool:
+    """How verl chooses between Megatron's `output_processor` and a forward of its own.
+
+    It notes its choice on the model when it builds, and reads it below the wrappers when it runs.
+    """
     found = fused._get_patching_model(model)
-    if found is None:
-        return False
-    names = inspect.signature(found.forward).parameters
-    return {"output_processor", "output_processor_context"} <= names.keys()
+    if found is not None:
+        names = inspect.signature(found.forward).parameters
+        has = {"output_processor", "output_processor_context"} <= names.keys()
+        mode = "hook" if has else "legacy"
+        monkeypatch.setattr(found, "_verl_fused_forward_mode", mode, raising=False)
+    return getattr(unwrap_model(model), "_verl_fused_forward_mode", "legacy") == "hook"
 
 
 def unwrap_model(model):
@@ -178,12 +183,12 @@ def verl(monkeypatch):
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_verl(trainer, sequences, bridge, verl, monkeypatch, tmp_path, temperature):
     theirs, fused = verl
-    assert not verl_looks_for_the_processor(fused, trainer.ddp)  # what the recipe is needed for
+    assert not verl_looks_for_the_processor(fused, trainer.ddp, monkeypatch)  # without the recipe
     load("isomodels_verl", tmp_path, monkeypatch)
     theirs.AutoBridge.from_hf_pretrained("PATH", trust_remote_code=False)
     assert bridge == [("PATH", {"trust_remote_code": False})]
 
-    assert verl_looks_for_the_processor(fused, trainer.ddp)
+    assert verl_looks_for_the_processor(fused, trainer.ddp, monkeypatch)
     ids, params = packed(sequences)
     out = trainer.ddp(
         input_ids=ids,
@@ -270,6 +275,7 @@ def test_nemo_rl_loss_of_each_sequence(trainer, sequences, nemo_rl):
         loss.get_next_token_logprobs_from_logits(
             input_ids=torch.tensor([sequence]),
             next_token_logits=logits.narrow(1, start, end - start),
+            seq_index=None,
             vocab_parallel_rank=0,
             vocab_parallel_group=None,
             context_parallel_group=None,
@@ -292,6 +298,7 @@ def test_slime(checkpoint, sequences, trainer, monkeypatch, tmp_path):
         tensor_model_parallel_size=1,
         pipeline_model_parallel_size=1,
         expert_model_parallel_size=1,
+        expert_tensor_parallel_size=1,
         sequence_parallel=False,
         recompute_granularity="full",
         recompute_method="uniform",
