@@ -3,6 +3,7 @@
 from dataclasses import fields as dataclass_fields
 from typing import Annotated, Any, Literal, Self
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from isomodels.config import MoEConfig, Routing
@@ -11,6 +12,7 @@ from isomodels.kernels.yarn import Yarn
 
 # Settings of a training or of a deployment, and of the files: none reaches a forward.
 _WITHOUT_ARITHMETIC = frozenset({"aux_loss_alpha", "ep_size", "pretraining_tp", "seq_aux"})
+_MOST_LAYERS = 10_000  # their kinds are written out
 _YARN_FIELDS = frozenset(field.name for field in dataclass_fields(Yarn))
 
 
@@ -22,6 +24,8 @@ class BlockFloat8(BaseModel):
     quant_method: Literal["fp8"]
     fmt: Literal["e4m3"]
     activation_scheme: Literal["dynamic"]  # of kernels that are not run here
+    # V3.1: its scales are powers of two, in float32 as all others
+    scale_fmt: Literal["ue8m0"] | None = None
     weight_block_size: list[Annotated[int, Field(gt=0)]] = Field(min_length=2, max_length=2)
 
 
@@ -70,6 +74,8 @@ class LatentMoEConfig(MoEConfig):
         fields = {k: v for k, v in dict(raw).items() if k not in _WITHOUT_ARITHMETIC}
         _rename(fields, "n_routed_experts", "num_experts")
         _rename(fields, "num_local_experts", "num_experts")
+        if "num_experts" not in fields:
+            raise ValueError("n_routed_experts is missing")
         _rename(fields, "num_mtp_layers", "num_nextn_predict_layers")
         if "yarn" in fields:
             raise ValueError("yarn is unknown: its constants are stated in rope_scaling")
@@ -90,6 +96,8 @@ class LatentMoEConfig(MoEConfig):
         if "sparse" not in self.mlp_layer_types:
             raise ValueError("no layer has experts")
         check_groups(self.num_experts, self.num_experts_per_tok, self.n_group, self.topk_group)
+        if self.yarn is not None:
+            _check_yarn(self.yarn, self.qk_rope_head_dim, self.rope_theta)
         return self
 
     @property
@@ -168,8 +176,17 @@ def _take_head_dim(fields: dict[str, Any]) -> None:
 
 def _take_layer_types(fields: dict[str, Any]) -> None:
     dense, layers = fields.pop("first_k_dense_replace", None), fields.get("num_hidden_layers")
-    if not isinstance(dense, int) or not isinstance(layers, int) or layers > 10_000:
+    if dense is None:
+        if fields.get("mlp_layer_types") is None:
+            raise ValueError("first_k_dense_replace or mlp_layer_types is missing")
         return
+    if type(dense) is not int or dense < 0:
+        raise ValueError(f"first_k_dense_replace = {dense!r} is not supported (a count is)")
+    if type(layers) is not int or layers <= 0:
+        fields.setdefault("mlp_layer_types", [])  # the check of num_hidden_layers names the fault
+        return
+    if layers > _MOST_LAYERS:
+        raise ValueError(f"num_hidden_layers = {layers} is not supported (up to {_MOST_LAYERS} is)")
     stated = ["dense"] * min(dense, layers) + ["sparse"] * (layers - dense)
     if fields.get("mlp_layer_types") is None:
         fields["mlp_layer_types"] = stated
@@ -207,3 +224,21 @@ def _read_yarn(key: str, stated: dict[str, Any]) -> Yarn:
         if not number or not 0 <= value < float("inf") or (value == 0 and "mscale" not in name):
             raise ValueError(f"{key}.{name} = {value!r} is not supported (a positive number is)")
     return Yarn(**stated)
+
+
+def _check_yarn(yarn: Yarn, dim: int, theta: float) -> None:
+    """Refuse constants of which no table can be made.
+
+    Raises:
+        ValueError: naming them.
+    """
+    try:
+        factors = torch.tensor([yarn.table_factor, yarn.softmax_factor], device="cpu")
+        usable = bool(torch.cat((factors, yarn.frequencies(dim, theta))).isfinite().all())
+    except (ArithmeticError, ValueError):  # a logarithm of 0, or by that of 1
+        usable = False
+    if not usable:
+        raise ValueError(
+            f"rope_theta {theta} and the constants of rope_scaling ({yarn}) give no finite "
+            "frequencies and factors"
+        )

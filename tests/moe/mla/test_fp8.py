@@ -150,9 +150,22 @@ def test_float8_without_a_quantization_config_is_refused(folders, tmp_path):
         open_checkpoint(folder)
 
 
+def test_the_quantisation_of_v3_1_is_read(folders, tmp_path):
+    """Its config.json has one field more; its scales are float32 powers of two."""
+    folder, meant = folders
+    newer = copy_with(folder, tmp_path / "newer", lambda stored: None)
+    raw = json.loads((newer / "config.json").read_text())
+    raw["quantization_config"] = {**QUANTIZATION, "scale_fmt": "ue8m0"}
+    (newer / "config.json").write_text(json.dumps(raw))
+    opened = open_checkpoint(newer)
+    name = "model.layers.1.self_attn.kv_b_proj.weight"
+    assert_same_bits(opened.tensors[name], meant[name], name)
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
+        ({"scale_fmt": "e8m0"}, "scale_fmt = 'e8m0' is not supported"),
         ({"quant_method": "awq"}, "quant_method = 'awq' is not supported"),
         ({"fmt": "e5m2"}, "fmt = 'e5m2' is not supported"),
         ({"activation_scheme": "static"}, "activation_scheme = 'static' is not supported"),
