@@ -86,6 +86,18 @@ def get_spec(architecture: str) -> ArchSpec:
     return known[architecture]
 
 
+def find_spec(name: str) -> ArchSpec:
+    """The spec of an HF architecture name or of an HF model type, each of which names one.
+
+    Raises:
+        UnsupportedError, ConfigError: as `get_spec`.
+    """
+    for spec in architectures().values():
+        if name == spec.model_type:
+            return spec
+    return get_spec(name)
+
+
 def load_object(reference: str) -> Any:
     """Import "module:name"."""
     module, name = reference.split(":")

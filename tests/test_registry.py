@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from isomodels import dense
-from isomodels.errors import ConfigError
-from isomodels.registry import FAMILIES, architectures, load_object
+from isomodels.errors import ConfigError, UnsupportedError
+from isomodels.registry import FAMILIES, architectures, find_spec, load_object
 
 
 @pytest.fixture
@@ -59,3 +59,13 @@ def test_a_folder_without_a_spec(add_folder: Callable, text: str) -> None:
     add_folder("draft", text)
     with pytest.raises(ConfigError, match=r"isomodels/dense/draft .* SPEC = ArchSpec\(\.\.\.\)"):
         architectures()
+
+
+def test_class_and_model_type_name_one_architecture_each() -> None:
+    """`isomodels parity --arch` takes either."""
+    specs = architectures()
+    assert len({spec.model_type for spec in specs.values()}) == len(specs)
+    for name, spec in specs.items():
+        assert find_spec(name) is find_spec(spec.model_type) is spec
+    with pytest.raises(UnsupportedError, match="unknown architecture 'gpt2'"):
+        find_spec("gpt2")

@@ -17,7 +17,7 @@ from rich.console import Console
 from isomodels.cli.arguments import Dtype, Host, HostDevice, Workload, check_host
 from isomodels.cli.files import check_folder, check_writable
 from isomodels.errors import CheckpointError, UnsupportedError
-from isomodels.registry import get_spec
+from isomodels.registry import find_spec
 
 if TYPE_CHECKING:
     from isomodels.megatron.degrees import Degrees
@@ -53,10 +53,10 @@ def parity(
     arch: Annotated[
         str | None,
         typer.Option(
-            metavar="<class>",
-            help="Architecture, as config.json names its class. Alone: a tiny random model of it "
-            f"[default: {DEFAULT_ARCH}]. With --checkpoint or --config: what it must be. A wrong "
-            "name lists all.",
+            metavar="<name>",
+            help="Architecture: its class or its model type, as config.json names them. Alone: a "
+            f"tiny random model of it [default: {DEFAULT_ARCH}]. With --checkpoint or --config: "
+            "what it must be. A wrong name lists all.",
         ),
     ] = None,
     dtype: Annotated[
@@ -116,7 +116,8 @@ def parity(
     """
     if forward_only and (trainer_layout, engine_layout) != (_ALONE, _ALONE):
         raise UnsupportedError("--forward-only runs no parallel layout: leave out the layouts")
-    _check_model(checkpoint, config, num_layers, forward_only, arch)
+    _check_model(checkpoint, config, num_layers, forward_only)
+    arch = None if arch is None else _named(arch)
     json_to = None if json_file is None or str(json_file) == "-" else json_file
     check_writable(json_to)
     of_trainer, of_engine = _layouts(trainer_layout, engine_layout)
@@ -198,7 +199,6 @@ def _check_model(
     config: Path | None,
     num_layers: int | None,
     forward_only: bool,
-    arch: str | None,
 ) -> None:
     """Refuse what can be refused without torch."""
     if checkpoint is not None and config is not None:
@@ -206,14 +206,17 @@ def _check_model(
     for given, option in ((num_layers is not None, "num-layers"), (forward_only, "forward-only")):
         if given and config is None:
             raise UnsupportedError(f"--{option} is only for --config: give that too")
-    if arch is not None:
-        try:
-            get_spec(arch)
-        except UnsupportedError as error:
-            raise UnsupportedError(f"--arch: {error}") from None
     for name, folder in (("--checkpoint", checkpoint), ("--config", config)):
         if folder is not None:
             check_folder(folder, name, config=True)
+
+
+def _named(arch: str) -> str:
+    """The class of an architecture that `--arch` names."""
+    try:
+        return find_spec(arch).architecture
+    except UnsupportedError as error:
+        raise UnsupportedError(f"--arch: {error}") from None
 
 
 def _layouts(trainer: str, engine: str) -> tuple["Degrees", "Degrees"]:
@@ -266,16 +269,25 @@ def _drawn(
         _check_arch(config, spec.architecture, arch)
         stated = parsed.dtype
         if num_layers is not None:
-            kinds = raw.get("layer_types")
-            if kinds and num_layers > len(kinds):
-                raise UnsupportedError(
-                    f"--num-layers {num_layers}: {config} states the kinds of {len(kinds)} layers "
-                    "(layer_types): ask for no more"
-                )
-            raw["num_hidden_layers"] = num_layers
-            if kinds:
-                raw["layer_types"] = kinds[:num_layers]
+            raw = _with_layers(raw, num_layers, config)
     return write(folder / "random", raw, dtype.value if dtype else stated, seed, device)
+
+
+def _with_layers(raw: dict[str, Any], count: int, config: Path) -> dict[str, Any]:
+    """A config.json of so many layers, the first of those it had."""
+    changed = raw | {"num_hidden_layers": count}
+    for field in ("layer_types", "mlp_layer_types"):
+        kinds = raw.get(field)
+        if kinds and count > len(kinds):
+            raise UnsupportedError(
+                f"--num-layers {count}: {config} states the kinds of {len(kinds)} layers "
+                f"({field}): ask for no more"
+            )
+        if kinds:
+            changed[field] = kinds[:count]
+    if raw.get("mlp_only_layers"):
+        changed["mlp_only_layers"] = [i for i in raw["mlp_only_layers"] if i < count]
+    return changed
 
 
 def _config_alone(path: Path, raw: dict[str, Any], dtype: str, *_: Any) -> Path:
