@@ -165,6 +165,11 @@ class MoEConfig(DenseConfig):
         """Width of the experts that every token goes to, together; None without."""
         return None
 
+    @property
+    def shared_experts_gated(self) -> bool:
+        """Whether a gate of its own weighs what the shared experts give a token."""
+        return False
+
 
 def _take_rope(fields: dict[str, Any]) -> None:
     """Bring rope_parameters (transformers 5) and rope_theta, rope_scaling (4) to `rope_theta`."""

@@ -37,6 +37,11 @@ class HybridMoEConfig(HybridConfig, MoEConfig):
         """Width of the shared expert."""
         return self.shared_expert_intermediate_size
 
+    @property
+    def shared_experts_gated(self) -> bool:
+        """A gate weighs the shared expert."""
+        return True
+
     def is_sparse(self, layer_index: int) -> bool:
         """Every layer has experts."""
         return True
@@ -50,7 +55,7 @@ def make_moe(config: HybridMoEConfig, layer_index: int, **placed: Unpack[Placed]
         config.routing,
         layer_index,
         shared_size=config.shared_experts_size,
-        gated=True,
+        gated=config.shared_experts_gated,
         **placed,
     )
 

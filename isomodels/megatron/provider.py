@@ -71,6 +71,7 @@ _NEUTRAL_MOE: dict[str, tuple[object, ...]] = {
     # None becomes tensor_model_parallel_size, without experts too
     "expert_tensor_parallel_size": (1, None),
     "moe_router_load_balancing_type": ("none", "aux_loss"),
+    "moe_router_dtype": (None, "fp32"),
     "moe_z_loss_coeff": (None, 0.0),
     "moe_input_jitter_eps": (None,),
     "moe_token_dropping": (False,),
@@ -143,6 +144,7 @@ def _moe_fields(config: Any) -> dict[str, Any]:
         "num_moe_experts": routing.num_experts,
         "moe_ffn_hidden_size": config.moe_intermediate_size,
         "moe_shared_expert_intermediate_size": config.shared_experts_size,
+        "moe_shared_expert_gate": config.shared_experts_gated,
         "moe_layer_freq": [int(config.is_sparse(i)) for i in range(config.num_hidden_layers)],
         "moe_router_topk": routing.top_k,
         "moe_router_score_function": routing.scoring,

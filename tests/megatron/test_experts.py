@@ -76,6 +76,8 @@ def test_a_layer_frequency_may_be_a_number(tmp_path):
         ({"moe_ffn_hidden_size": 64}, ConfigError),
         ({"moe_router_score_function": "sigmoid"}, ConfigError),
         ({"moe_router_pre_softmax": True}, ConfigError),
+        ({"moe_shared_expert_gate": True}, ConfigError),
+        ({"moe_router_dtype": "fp64"}, UnsupportedError),
         ({"moe_router_topk_scaling_factor": 2.5}, ConfigError),
         ({"moe_router_num_groups": 4, "moe_router_group_topk": 2}, ConfigError),
         ({"expert_tensor_parallel_size": 2}, UnsupportedError),
