@@ -5,7 +5,7 @@ that is loaded and saved again has the same tensors, bit for bit.
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -197,18 +197,13 @@ def _fill(module: nn.Module, checkpoint: Checkpoint, cast: bool) -> None:
         )
     carried = any(isinstance(rule, Carried) and rule.name in state for rule in checkpoint.rules)
     filled = set()
-    for name, tensor in iter_module(checkpoint.rules, checkpoint.tensors, carried=carried):
-        for own, part in _own_tensors(module, name, tensor):
-            state[own].copy_(part)
-            filled.add(own)
+    tensors = iter_module(checkpoint.rules, checkpoint.tensors, carried=carried)
+    # a module that holds a part of the model has its own of each
+    for own, part in getattr(module, "own_tensors", iter)(tensors):
+        state[own].copy_(part)
+        filled.add(own)
     if filled != state.keys():
         raise ValueError(f"no rule fills {shorten(state.keys() - filled)}")
-
-
-def _own_tensors(module: nn.Module, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
-    """What a module that holds a part of the model has of a tensor."""
-    own_tensors = getattr(module, "own_tensors", None)
-    return [(name, tensor)] if own_tensors is None else own_tensors(name, tensor)
 
 
 def _module_dtype(checkpoint: Checkpoint, state: Mapping[str, Tensor]) -> torch.dtype:

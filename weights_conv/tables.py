@@ -85,7 +85,11 @@ def check_tied(rules: Rules, hf: Mapping[str, Tensor]) -> None:
 
 
 def iter_module(
-    rules: Rules, hf: Mapping[str, Tensor], *, carried: bool = True
+    rules: Rules,
+    hf: Mapping[str, Tensor],
+    *,
+    carried: bool = True,
+    device: torch.device | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Module tensors one by one, from HF tensors that the checks have passed.
 
@@ -93,10 +97,11 @@ def iter_module(
         rules: the architecture's table.
         hf: HF name -> tensor; may be lazy, each tensor is read when it is needed.
         carried: whether to give the tensors of `Carried` rules.
+        device: where they are put together; None: where the HF tensors are.
     """
     for rule in resolve(rules, hf):
         if not isinstance(rule, Tied) and (carried or not isinstance(rule, Carried)):
-            yield rule.name, rule.join([hf[source.name] for source in rule.sources])
+            yield rule.name, rule.join(_Parts(hf, [s.name for s in rule.sources], device))
 
 
 def to_module(
@@ -204,11 +209,17 @@ class JoinedTensors(LazyTensors):
 class _Parts(Sequence[Tensor]):
     """Tensors of a mapping, each read when `join` comes to it: one at a time in memory."""
 
-    def __init__(self, tensors: LazyTensors, names: Sequence[str]):
-        self._tensors, self._names = tensors, names
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        names: Sequence[str],
+        device: torch.device | None = None,
+    ):
+        self._tensors, self._names, self._device = tensors, names, device
 
     def __getitem__(self, place: int) -> Tensor:  # type: ignore[override]
-        return self._tensors[self._names[place]]
+        tensor = self._tensors[self._names[place]]
+        return tensor if self._device is None else tensor.to(self._device)
 
     def __len__(self) -> int:
         return len(self._names)

@@ -1,6 +1,6 @@
 """The pre-norm decoder that the architectures of the Qwen line share, and its language model."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Unpack
 
 from torch import Tensor, nn
@@ -182,23 +182,23 @@ class CausalLM(nn.Module):
         """
         return self.finish(self.model(input_ids, positions, batch, run_layer))
 
-    def own_tensors(self, name: str, whole: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """What this process holds of a tensor of the whole model.
+    def own_tensors(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """What this process holds of tensors of the whole model.
 
         Args:
-            name: of the whole model's parameter or buffer.
-            whole: its value.
+            tensors: names of the whole model's parameters or buffers, and their values.
 
         Yields:
-            Name and value of each tensor here that is a part, or a copy, of it.
+            Name and value of each tensor here that is a part, or a copy, of one of them.
         """
-        names = [name]
-        if name == "model.embed_tokens.weight" and self.config.tie_word_embeddings:
-            names.append("lm_head.weight")  # a stage with the head alone has a copy
-        held, parts = self.state_dict(), shards(self)
-        for own in names:
-            if own in held:
-                yield own, parts[own].take(whole) if own in parts else whole
+        held, parts = self.state_dict().keys(), shards(self)
+        for name, whole in tensors:
+            names = [name]
+            if name == "model.embed_tokens.weight" and self.config.tie_word_embeddings:
+                names.append("lm_head.weight")  # a stage with the head alone has a copy
+            for own in names:
+                if own in held:
+                    yield own, parts[own].take(whole) if own in parts else whole
 
     def finish(self, hidden: Tensor) -> Tensor:
         """Normed hidden states, or a slice of them -> [T, H] for the head, on every rank."""

@@ -179,20 +179,26 @@ class IsoModelsForCausalLM(nn.Module):
                 )
             dtype = self.model_config.dtype
             require_stored(self.model_config.model, self.spec, config, self.device, dtype=dtype)
-            tensors = convert(self.spec, config, weights, dtype)
+            # At start on the device, where putting experts together is fast. A reload has the
+            # whole checkpoint in host memory before the first weight changes: nothing fails then.
+            reload = any(parameter.is_meta for parameter in self.core.parameters())
+            device = torch.device("cpu") if reload else self.device
+            tensors = convert(self.spec, config, weights, dtype, device)
+            if reload:
+                tensors = iter(list(tensors))
         except Exception:
             restore_after_failed_reload(self, self.model_config)
             self.model_config.model = self.loaded_from
             raise
         self.loaded_from = self.model_config.model
-        own = named_tensors(self.core)
-        for name, whole in tensors.items():
-            for own_name, tensor in self.core.own_tensors(name, whole):
-                parameter = own[own_name]
-                # vLLM wraps this loader on a reload; a plain copy would write to meta tensors.
-                loader = getattr(parameter, "weight_loader", default_weight_loader)
-                loader(parameter, tensor)
-        return {f"core.{name}" for name in tensors}
+        own, loaded = named_tensors(self.core), set()
+        for name, tensor in self.core.own_tensors(tensors):
+            loaded.add(f"core.{name}")
+            parameter = own[name]
+            # vLLM wraps this loader on a reload; a plain copy would write to meta tensors.
+            loader = getattr(parameter, "weight_loader", default_weight_loader)
+            loader(parameter, tensor)
+        return loaded
 
     def _packed(self, num_tokens: int) -> Batch:
         """Sequences as long as the engine may get: the most that a step can cost."""

@@ -1,6 +1,6 @@
 """From the tensors vLLM reads to the module's parameters, through the architecture's rules."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from isomodels.errors import CheckpointError
 from isomodels.registry import ArchSpec, load_object
-from isomodels.weights_conv.tables import to_module
+from isomodels.weights_conv.tables import check_tensors, check_tied, iter_module
 
 # Key of vLLM's `additional_config`: no weights are read. Whoever sets it fills the module once the
 # engine has started, before the first request.
@@ -16,17 +16,24 @@ LOADED_LATER = "isomodels_loaded_later"
 
 
 def convert(
-    spec: ArchSpec, config: Any, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype
-) -> dict[str, Tensor]:
-    """Converts a whole checkpoint; what only a trainer carries (MTP layers) is checked and left.
+    spec: ArchSpec,
+    config: Any,
+    weights: Iterable[tuple[str, Tensor]],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Iterator[tuple[str, Tensor]]:
+    """Checks a whole checkpoint, then converts it tensor by tensor.
+
+    What only a trainer carries (MTP layers) is checked and left.
 
     Args:
         spec, config: the architecture and its config.
         weights: Hugging Face names and tensors.
         dtype: of every tensor.
+        device: where the tensors are put together.
 
     Returns:
-        Name of a module's parameter -> tensor.
+        Names of the module's parameters and their values.
 
     Raises:
         CheckpointError: naming each tensor that is missing, left over, repeated, or of another
@@ -37,7 +44,10 @@ def convert(
         if name in hf:
             raise CheckpointError(f"the weights hold {name} twice")
         hf[name] = tensor
-    return to_module(load_object(spec.weights)(config), hf, dtype=dtype, carried=False)
+    rules = load_object(spec.weights)(config)
+    check_tensors(rules, hf, dtype=dtype)
+    check_tied(rules, hf)
+    return iter_module(rules, hf, carried=False, device=device)
 
 
 def restore_after_failed_reload(model: nn.Module, model_config: Any) -> None:

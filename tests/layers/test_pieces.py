@@ -77,9 +77,9 @@ def ranks(tp: int = 1, ep: int = 1, pp: int = 1) -> Callable[[str], list[Any]]:
             )
             core = build(architecture, layout)
             state = core.state_dict()
-            for name, whole in whole_model(architecture).state_dict().items():
-                for own, part in core.own_tensors(name, whole):
-                    state[own].copy_(part)
+            whole = whole_model(architecture).state_dict()
+            for own, part in core.own_tensors(whole.items()):
+                state[own].copy_(part)
             found.append(core)
         return found
 

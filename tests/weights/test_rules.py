@@ -20,7 +20,7 @@ from isomodels.weights_conv.rules import (
     Tied,
     resolve,
 )
-from isomodels.weights_conv.tables import check_tensors, to_hf, to_module
+from isomodels.weights_conv.tables import check_tensors, iter_module, to_hf, to_module
 from tests.weights.support import any_bits, raw
 
 SIZE = st.integers(0, 5)
@@ -69,6 +69,10 @@ def test_both_ways_keep_every_bit(rules: list[Rule], dtype: torch.dtype) -> None
     }
     back = to_hf(rules, module)
     assert {name: raw(t) for name, t in back.items()} == {name: raw(t) for name, t in hf.items()}
+    on_meta = dict(iter_module(rules, hf, device=torch.device("meta")))
+    assert {name: (t.is_meta, t.shape) for name, t in on_meta.items()} == {
+        name: (True, t.shape) for name, t in module.items()
+    }
     again = to_module(rules, back)
     assert {name: raw(t) for name, t in again.items()} == {
         name: raw(t) for name, t in module.items()
