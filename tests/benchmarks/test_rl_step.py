@@ -61,6 +61,33 @@ def test_the_stock_trainer_trains_our_function(checkpoint):
     assert again[0] < loss  # the second step sees what the first one gained
 
 
+def test_the_stock_pair_compares_no_contracts():
+    calls = []
+
+    class Llm:
+        def __getattr__(self, name):
+            return lambda *args: calls.append((name, args))
+
+    client = rl_pairs.stock_client(Llm())
+    client.init_weight_transfer_engine({})  # as vLLM's own transfer calls it
+    client.start_weight_update()
+    client.finish_weight_update()
+    assert calls == [
+        ("init_weight_transfer_engine", ({"init_info": {}},)),
+        ("start_weight_update", ()),
+        ("finish_weight_update", (None,)),
+    ]
+
+
+def test_a_warm_up_asserts_no_ratio(monkeypatch, checkpoint):
+    ours, seen = rl_pairs.Ours(checkpoint, WORK), []
+    policy = rl_pairs.grpo.Policy(None)
+    monkeypatch.setattr(ours, "start_trainer", lambda: setattr(ours, "policy", policy) or "name")
+    monkeypatch.setattr(ours, "update", lambda given: seen.append((policy.behind, len(given))))
+    assert ours.warm() == "name"
+    assert seen == [(1, WORK.prompts)]
+
+
 def test_work_survives_its_way_and_has_a_smaller_form():
     there = rl_pairs.Work(**json.loads(json.dumps(asdict(WORK))))
     assert there.raw == WORK.raw
