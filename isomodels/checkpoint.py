@@ -197,7 +197,8 @@ def _fill(module: nn.Module, checkpoint: Checkpoint, cast: bool) -> None:
         )
     carried = any(isinstance(rule, Carried) and rule.name in state for rule in checkpoint.rules)
     filled = set()
-    tensors = iter_module(checkpoint.rules, checkpoint.tensors, carried=carried)
+    device = next(iter(state.values())).device  # where putting experts together is fast
+    tensors = iter_module(checkpoint.rules, checkpoint.tensors, carried=carried, device=device)
     # a module that holds a part of the model has its own of each
     for own, part in getattr(module, "own_tensors", iter)(tensors):
         state[own].copy_(part)
