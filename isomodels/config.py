@@ -173,13 +173,12 @@ class MoEConfig(DenseConfig):
 
 def _take_rope(fields: dict[str, Any]) -> None:
     """Bring rope_parameters (transformers 5) and rope_theta, rope_scaling (4) to `rope_theta`."""
-    scaling = fields.pop("rope_scaling", None)
-    parameters = fields.pop("rope_parameters", None)
-    for source in (scaling, parameters):
+    for key in ("rope_scaling", "rope_parameters"):
+        source = fields.pop(key, None)
         if source is None:
             continue
         if not isinstance(source, dict):
-            raise ValueError("rope_parameters is no object")
+            raise ValueError(f"{key} is no object")
         source = dict(source)
         rope_type = source.pop("rope_type", source.pop("type", "default"))
         if rope_type != "default":
@@ -188,7 +187,7 @@ def _take_rope(fields: dict[str, Any]) -> None:
         if source:
             raise ValueError(f"rope field {sorted(source)[0]!r} is not implemented")
         if theta is not None and fields.setdefault("rope_theta", theta) != theta:
-            raise ValueError("rope_theta and rope_parameters differ")
+            raise ValueError(f"rope_theta and {key} differ")
     if fields.get("rope_theta") is None:
         raise ValueError("rope_theta is missing (transformers would take 10000 silently)")
 

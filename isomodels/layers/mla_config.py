@@ -196,6 +196,7 @@ def _take_layer_types(fields: dict[str, Any]) -> None:
 
 def _take_yarn(fields: dict[str, Any]) -> Yarn | None:
     """Takes YaRN's constants out of either spelling; what is left is plain rope."""
+    found: list[Yarn] = []
     for key in ("rope_scaling", "rope_parameters"):
         stated = fields.get(key)
         if not isinstance(stated, dict):
@@ -209,8 +210,10 @@ def _take_yarn(fields: dict[str, Any]) -> Yarn | None:
             raise ValueError(f"{key} has a type and another rope_type")
         theta = stated.pop("rope_theta", None)
         fields[key] = {} if theta is None else {"rope_theta": theta}
-        return _read_yarn(key, stated)
-    return None
+        found.append(_read_yarn(key, stated))
+    if len(found) > 1:
+        raise ValueError("rope_scaling and rope_parameters both state YaRN: leave one out")
+    return found[0] if found else None
 
 
 def _read_yarn(key: str, stated: dict[str, Any]) -> Yarn:

@@ -112,6 +112,10 @@ def test_other_spellings_mean_the_same(changes):
         ({"rope_scaling": {**YARN, "truncate": False}}, "rope_scaling.truncate is unknown"),
         ({"rope_scaling": {**YARN, "factor": 0}}, "rope_scaling.factor = 0 is not supported"),
         ({"rope_scaling": {**YARN, "type": "linear"}}, "rope_type 'linear' is not implemented"),
+        (
+            {"rope_scaling": YARN, "rope_parameters": YARN},
+            "rope_scaling and rope_parameters both state YaRN: leave one out",
+        ),
         ({"rope_theta": 1.0}, "rope_theta 1.0 and the constants of rope_scaling"),
         ({"rope_scaling": {**YARN, "beta_fast": 1e308}}, "give no finite frequencies"),
         ({"rope_scaling": {**YARN, "factor": 1e-300}}, "give no finite frequencies"),
