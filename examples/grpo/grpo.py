@@ -286,6 +286,7 @@ def start_engine(args: argparse.Namespace, checkpoint: Path, engine: str) -> Rol
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     options = {"dtype": args.dtype, "max_model_len": 64, "gpu_memory_utilization": 0.3}
+    options["use_tqdm_on_load"] = False  # the stock pair loads anew at each step
     if args.device == "cpu":  # where vLLM's sampler takes no seed of a prompt in chunks
         options |= {"enforce_eager": True, "enable_chunked_prefill": False}
     return Rollouts(checkpoint, engine, options, {"max_tokens": MOST + 3, "stop_token_ids": [END]})
