@@ -11,18 +11,19 @@
   that a killed trainer left open. The same call, with a method of ours, tells the workers'
   contracts: vLLM has no hook for questions to a model.
 
-Both act only for `model_impl == "isomodels"`. On a vLLM that was not checked, only the first is
-installed, and it refuses.
+Both act only for `model_impl == "isomodels"`; a value that is nearly that is refused. On a vLLM
+that was not checked, only the first is installed, and it refuses.
 """
 
 import functools
 import pickle
 import sys
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from isomodels.errors import HostError
+from isomodels.errors import HostError, UnsupportedError
 from isomodels.vllm.plugin import MODEL_IMPL
 from isomodels.vllm.questions import question
 from isomodels.vllm.versions import CHECKED_VERSIONS, check_vllm, vllm_version
@@ -62,12 +63,20 @@ def _patch_registry(registry: Any, name: str) -> None:
 
     @functools.wraps(original)
     def wrapped(self: Any, architectures: str | list[str], model_config: Any) -> Any:
-        if getattr(model_config, "model_impl", None) != MODEL_IMPL:
+        asked = getattr(model_config, "model_impl", None)
+        if asked != MODEL_IMPL:
+            _refuse_misspelt(asked)
             return original(self, architectures, model_config)
         resolved = _resolve(self, architectures)
         return original(self, [resolved], model_config)
 
     setattr(registry, name, wrapped)
+
+
+def _refuse_misspelt(model_impl: object) -> None:
+    """vLLM would run its own class without a word; what else it does not know may be another's."""
+    if get_close_matches(str(model_impl).lower(), [MODEL_IMPL], cutoff=0.8):
+        raise UnsupportedError(f"model_impl {str(model_impl)!r} is unknown: say {MODEL_IMPL!r}")
 
 
 def _resolve(registry: Any, architectures: str | list[str]) -> str:

@@ -10,7 +10,7 @@ import torch
 
 from isomodels.errors import HostError
 from isomodels.registry import get_spec
-from isomodels.vllm import Engine, Request, plugin, versions
+from isomodels.vllm import Engine, Request, patches, plugin, versions
 from tests.checkpoints import make_qwen3
 from tests.vllm.support import assert_equal_bits, draw, load_core
 
@@ -32,6 +32,19 @@ def test_without_the_option_vllm_is_as_it_was(checkpoint):
         results = engine.run([Request(draw(60, 1), max_tokens=20, prompt_logprobs=True)])
         with pytest.raises(AssertionError, match="differ"):  # else these tests would show nothing
             assert_equal_bits(load_core(checkpoint), results)
+
+
+@pytest.mark.parametrize("misspelt", ["isomodel", "IsoModels", "iso-models", "isomdels"])
+def test_a_misspelt_option_does_not_serve_vllms_own_class(misspelt, checkpoint):
+    from vllm.config import ModelConfig
+
+    with pytest.raises(Exception, match=f"{misspelt}' is unknown: say 'isomodels'"):
+        ModelConfig(str(checkpoint), model_impl=misspelt, skip_tokenizer_init=True)
+
+
+@pytest.mark.parametrize("other", ["auto", "vllm", "transformers", "terratorch", "isoexec"])
+def test_options_of_others_are_left_to_them(other):
+    patches._refuse_misspelt(other)  # raises nothing
 
 
 def test_vllms_own_class_is_noticed(checkpoint, monkeypatch):
