@@ -192,10 +192,12 @@ class Pair:
                 source.choices(vocabulary, k=k) for k in (work.tokens_in, work.tokens_out)
             )
             samples.append(grpo.Sample(prompt, answer, logprobs, "", advantage=(-1.0) ** number))
-        if isinstance(self, Ours):  # the answers are no engine's: there is no ratio to assert
-            self.policy.behind = 1
-        self.update(samples)
+        self.update_on_made_up(samples)
         return name
+
+    def update_on_made_up(self, samples: Sequence[grpo.Sample]) -> None:
+        """One optimizer step on answers that are no engine's."""
+        self.update(samples)
 
 
 class Ours(Pair):
@@ -223,6 +225,10 @@ class Ours(Pair):
 
     def update(self, samples: Sequence[grpo.Sample]) -> grpo.Update:
         return self.policy.update(samples)
+
+    def update_on_made_up(self, samples: Sequence[grpo.Sample]) -> None:
+        self.policy.behind = 1  # there is no ratio to assert
+        self.update(samples)
 
     def send(self) -> None:
         if self.policy.sender is None:

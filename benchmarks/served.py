@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -42,16 +43,17 @@ class Served:
         return f"{self.name}, {layers} layers"
 
 
-def _glm(layers: int) -> dict[str, Any]:
-    raw = json.loads((CONFIGS / "glm-4.7-flash" / "config.json").read_text())
-    # neither contestant computes with the MTP layers
-    return {**raw, "num_hidden_layers": layers, "num_nextn_predict_layers": 0}
+def _at_depth(name: str, mtp: str, layers: int) -> dict[str, Any]:
+    """A released config at a depth, without the MTP layers: neither contestant computes with them.
+
+    `mtp`: the field that counts those.
+    """
+    raw = json.loads((CONFIGS / name / "config.json").read_text())
+    return {**raw, "num_hidden_layers": layers, mtp: 0}
 
 
-def _qwen35(layers: int) -> dict[str, Any]:
-    raw = json.loads((CONFIGS / "qwen3.5-35b-a3b" / "config.json").read_text())
-    # neither contestant computes with the MTP layers
-    return {**raw, "num_hidden_layers": layers, "mtp_num_hidden_layers": 0}
+def _draw(folder: Path, raw: dict[str, Any]) -> None:
+    random_checkpoint(folder, raw, "bfloat16", 0, "cuda")
 
 
 MODELS = {
@@ -67,16 +69,16 @@ MODELS = {
         "engine moe",
         "GLM-4.7-Flash",
         12,
-        _glm,
-        lambda folder, raw: random_checkpoint(folder, raw, "bfloat16", 0, "cuda"),
+        partial(_at_depth, "glm-4.7-flash", "num_nextn_predict_layers"),
+        _draw,
     ),
     # 8 of 40 layers, for the same reason: two of full attention among six recurrent ones
     "qwen3.5-35b-a3b": Served(
         "engine hybrid",
         "Qwen3.5-35B-A3B",
         8,
-        _qwen35,
-        lambda folder, raw: random_checkpoint(folder, raw, "bfloat16", 0, "cuda"),
+        partial(_at_depth, "qwen3.5-35b-a3b", "mtp_num_hidden_layers"),
+        _draw,
         requests=128,
         stock=STOCK_HYBRID,
     ),

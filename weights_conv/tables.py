@@ -104,6 +104,32 @@ def iter_module(
             yield rule.name, rule.join(_Parts(hf, [s.name for s in rule.sources], device))
 
 
+def iter_checked(
+    rules: Rules,
+    hf: Mapping[str, Tensor],
+    *,
+    dtype: torch.dtype | None = None,
+    carried: bool = True,
+    device: torch.device | None = None,
+) -> Iterator[tuple[str, Tensor]]:
+    """HF tensors -> the module's tensors one by one, each HF tensor used once; checked first.
+
+    Args:
+        rules: the architecture's table.
+        hf: HF name -> tensor.
+        dtype: what every tensor must have; None: anything, but one for all.
+        carried: whether to give the tensors of `Carried` rules (checked in any case).
+        device: as in `iter_module`.
+
+    Raises:
+        CheckpointError: at the call, before any tensor is made: naming all that is missing, left
+            over, misshapen or mistyped, or a tied tensor with bits of its own.
+    """
+    check_tensors(rules, hf, dtype=dtype)
+    check_tied(rules, hf)
+    return iter_module(rules, hf, carried=carried, device=device)
+
+
 def to_module(
     rules: Rules,
     hf: Mapping[str, Tensor],
@@ -111,21 +137,8 @@ def to_module(
     dtype: torch.dtype | None = None,
     carried: bool = True,
 ) -> dict[str, Tensor]:
-    """HF tensors -> the module's tensors, each HF tensor used once.
-
-    Args:
-        rules: the architecture's table.
-        hf: HF name -> tensor.
-        dtype: what every tensor must have; None: anything, but one for all.
-        carried: whether to return the tensors of `Carried` rules (checked in any case).
-
-    Raises:
-        CheckpointError: naming all that is missing, left over, misshapen or mistyped, or a tied
-            tensor with bits of its own.
-    """
-    check_tensors(rules, hf, dtype=dtype)
-    check_tied(rules, hf)
-    return dict(iter_module(rules, hf, carried=carried))
+    """HF tensors -> the module's tensors by name: `iter_checked`, all of them."""
+    return dict(iter_checked(rules, hf, dtype=dtype, carried=carried))
 
 
 def to_hf(

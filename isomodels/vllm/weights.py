@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from isomodels.errors import CheckpointError
 from isomodels.registry import ArchSpec, load_object
-from isomodels.weights_conv.tables import check_tensors, check_tied, iter_module
+from isomodels.weights_conv.tables import iter_checked
 
 # Key of vLLM's `additional_config`: no weights are read. Whoever sets it fills the module once the
 # engine has started, before the first request.
@@ -45,9 +45,7 @@ def convert(
             raise CheckpointError(f"the weights hold {name} twice")
         hf[name] = tensor
     rules = load_object(spec.weights)(config)
-    check_tensors(rules, hf, dtype=dtype)
-    check_tied(rules, hf)
-    return iter_module(rules, hf, carried=False, device=device)
+    return iter_checked(rules, hf, dtype=dtype, carried=False, device=device)
 
 
 def restore_after_failed_reload(model: nn.Module, model_config: Any) -> None:
