@@ -47,7 +47,7 @@ class Remote:
         command += ["--address", address]
         paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-        environment |= {"VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn"}
+        environment |= {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
         if name == "stock":  # vLLM's IPC sends handles through pickle
             environment |= {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
         self.log = out / f"rl_{label}.log"
