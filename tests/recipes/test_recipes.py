@@ -32,6 +32,7 @@ NEXT = "get_next_token_logprobs_from_logits"
 SKYRL = "skyrl.backends.skyrl_train.workers.megatron"
 VERL_FUSED = "verl.models.mcore.model_forward_fused"
 NEMO_LOSS = "nemo_rl.algorithms.loss.loss_input"
+SLIME = "slime.utils.ppo_utils"
 REPLACED = {
     "skyrl": [
         (f"{SKYRL}.megatron_worker", "AutoBridge"),
@@ -47,7 +48,7 @@ REPLACED = {
         (NEMO_LOSS, PACKED),
         (NEMO_LOSS, NEXT),
     ],
-    "slime": [("slime.utils.ppo_utils", "compute_log_probs")],
+    "slime": [(SLIME, "_calculate_log_probs_and_entropy_chunk")],
 }
 
 
@@ -291,6 +292,32 @@ def test_nemo_rl_loss_of_each_sequence(trainer, sequences, nemo_rl):
     assert_trains(trainer, torch.cat(rows, 1))
 
 
+def slime_chunks(utils, logits, ids, chunk_size=7, **given):
+    """As slime's `calculate_log_probs_and_entropy` calls it, a part of the packed row at a time."""
+    given = {"with_entropy": False, "with_entropy_grad": True, "log_prob_keep_mask": None} | given
+    pieces = (logits.squeeze(0).contiguous(), ids[0].roll(-1))
+    for logits_part, tokens_part in zip(*(x.split(chunk_size) for x in pieces), strict=True):
+        yield utils._calculate_log_probs_and_entropy_chunk(logits_part, tokens_part, None, **given)
+
+
+@pytest.mark.parametrize("with_grad", [True, False])
+def test_the_entropy_of_slime(trainer, sequences, monkeypatch, tmp_path, with_grad):
+    stand_in(monkeypatch, "megatron.training", get_args=None)
+    utils = stand_in(monkeypatch, SLIME, _calculate_log_probs_and_entropy_chunk=None)
+    load("isomodels_slime", tmp_path, monkeypatch)
+    ids, params = packed(sequences)
+    logits = trainer.ddp(ids, None, None, packed_seq_params=params)
+    chunks = list(slime_chunks(utils, logits, ids, with_entropy=True, with_entropy_grad=with_grad))
+    entropy = torch.cat([one for _, one in chunks])
+    exact = torch.distributions.Categorical(logits=logits.detach()[0].double()).entropy()
+    torch.testing.assert_close(entropy.detach().double(), exact, atol=1e-5, rtol=0)
+    assert entropy.requires_grad == with_grad
+    assert_trains(trainer, torch.cat([one for one, _ in chunks]))
+    assert all(one is None for _, one in slime_chunks(utils, logits, ids))
+    with pytest.raises(NotImplementedError, match="top-p"):
+        next(slime_chunks(utils, logits, ids, log_prob_keep_mask=torch.ones(1, dtype=torch.bool)))
+
+
 def test_slime(checkpoint, sequences, trainer, monkeypatch, tmp_path):
     args = SimpleNamespace(
         custom_model_provider_path="isomodels_slime.provider",
@@ -305,7 +332,7 @@ def test_slime(checkpoint, sequences, trainer, monkeypatch, tmp_path):
         recompute_num_layers=1,
     )
     stand_in(monkeypatch, "megatron.training", get_args=lambda: args)
-    utils = stand_in(monkeypatch, "slime.utils.ppo_utils", compute_log_probs=None)
+    utils = stand_in(monkeypatch, SLIME, _calculate_log_probs_and_entropy_chunk=None)
     load("isomodels_slime", tmp_path, monkeypatch)
     module, _, name = args.custom_model_provider_path.rpartition(".")
     provider = getattr(importlib.import_module(module), name)
@@ -320,7 +347,7 @@ def test_slime(checkpoint, sequences, trainer, monkeypatch, tmp_path):
         packed_seq_params=params,
         loss_mask=torch.ones_like(ids),
     )
-    rows = utils.compute_log_probs(logits.squeeze(0).contiguous().clone(), ids[0].roll(-1), None)
+    rows = torch.cat([row for row, _ in slime_chunks(utils, logits, ids)])
     assert rows.shape == (ids.shape[1], 1)
     rows = rows.squeeze(-1)
     for row, wanted in zip(rows_of(params, rows, sequences), trainer.score(sequences), strict=True):
