@@ -77,7 +77,8 @@ class Collector:
         if not spans:
             return
         rows = [row for span in spans for row in range(span.row, span.row + span.count)]
-        self._late.append((list(spans), ids[torch.tensor(rows, device=ids.device)]))
+        # cloned: a host's next run overwrites them
+        self._late.append((list(spans), ids[_index(rows, ids.device)].clone()))
         chosen = [
             (span.row + i, (span.name, span.first + i))
             for span in spans
@@ -90,15 +91,14 @@ class Collector:
             return
         self._count += len(chosen)
         section = self.recorder.forward
-        at = torch.tensor([row for row, _ in chosen], device=ids.device)
         tokens = [token for _, token in chosen]
-        digests = section.take(at)
+        digests = section.take(_index([row for row, _ in chosen], ids.device))
         self._parts.append(_Part(section, section.current, self._run, digests, tokens))
 
     def _add_head(self) -> None:
         section = self.recorder.head
-        every = torch.arange(section.rows, device=next(self.recorder.core.parameters()).device)
-        self._parts.append(_Part(section, section.current, self._run, section.take(every), None))
+        digests = section.take(slice(section.rows))
+        self._parts.append(_Part(section, section.current, self._run, digests, None))
 
     def finish(self, about: Mapping[str, str]) -> Recording:
         """The recording.
@@ -187,6 +187,15 @@ class Collector:
             parts = (int.from_bytes(value[i : i + 8], "little", signed=True) for i in (0, 8))
             found.append((next(parts), next(parts)))
         return found
+
+
+def _index(rows: list[int], device: torch.device) -> Tensor | slice:
+    """Rows of a tensor on a device, without waiting for it: an engine prepares its next step."""
+    first = rows[0] if rows else 0
+    if rows == list(range(first, first + len(rows))):
+        return slice(first, first + len(rows))
+    index = torch.tensor(rows, pin_memory=device.type == "cuda")
+    return index.to(device, non_blocking=True)
 
 
 def _last(form: Form) -> int:

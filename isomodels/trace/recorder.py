@@ -19,10 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from isomodels.batch import Batch
 from isomodels.errors import TraceError
 from isomodels.layers.parallel import named_tensors
-from isomodels.trace.digest import row_digests, tensor_digest
+from isomodels.trace.digest import add_digests, row_digests, tensor_digest
 
 _NAMESPACE = "isomodels"
 _BLOCK = 64  # columns that are made and cleared together
+_TOGETHER = 12  # tensors that are digested in one launch: a decode step's are small
 _BATCH = "batch"  # an input that says where tokens lie: it differs from host to host
 _CONSTANT = "constant"
 
@@ -104,9 +105,9 @@ class Section:
             self._blocks.append(torch.zeros(shape, dtype=torch.int64, device=self._device))
         return self._blocks[index // _BLOCK][index % _BLOCK][: self.rows]
 
-    def take(self, rows: Tensor) -> Tensor:
-        """The digests of some tokens of the last run: rows [n] int64 -> [n, columns]."""
-        found = [block.index_select(1, rows) for block in self._blocks]
+    def take(self, rows: Tensor | slice) -> Tensor:
+        """The digests of some tokens of the last run: n rows -> [n, columns]."""
+        found = [block[:, rows] for block in self._blocks]
         return torch.cat(found)[: len(self.forms[self.current].columns)].t().contiguous()
 
     def ran(self, form: Form) -> None:
@@ -134,16 +135,25 @@ class _Run(TorchDispatchMode):
         # storage -> its column, or what it is; the reference keeps another from its place
         self.sources: dict[int, tuple[int | str, StorageWeakRef]] = {}
         self.places: tuple[str, Tensor] | None = None
+        self.pending: list[tuple[Tensor, Tensor]] = []  # held, so that nothing takes their memory
         for tensor in _tensors_of(batch):
             self._name(tensor, _BATCH)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator; if it is ours, note it."""
+        if self.pending and func._schema.is_mutable:
+            with self.recorder.watched():
+                self.flush()
         out = func(*args, **(kwargs or {}))
         if func.namespace == _NAMESPACE and not self.recorder.failed:
             with self.recorder.watched():
                 self.note(func, args, kwargs or {}, out)
         return out
+
+    def flush(self) -> None:
+        """Digest the tensors that wait for it."""
+        add_digests(self.pending)
+        self.pending.clear()
 
     def note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Digest what an operator gave, and those of its inputs that no operator gave."""
@@ -195,7 +205,9 @@ class _Run(TorchDispatchMode):
             shape = (each.shape[1], *shape)
             row_digests(each, slot)
         elif len(tensor) == rows:
-            row_digests(tensor, slot)
+            self.pending.append((tensor, slot))
+            if len(self.pending) == _TOGETHER:
+                self.flush()
         else:
             raise TraceError(
                 f"{self.recorder.module}: {operator} gave {list(tensor.shape)} for {rows} tokens, "
@@ -366,6 +378,9 @@ class Recorder:
         if run is None:
             return False
         run.__exit__(None, None, None)
+        if not self.failed:
+            with self.watched():
+                run.flush()
         if self.failed or not isinstance(result, Tensor):  # the run itself failed
             return False
         run.section.ran(run.form)

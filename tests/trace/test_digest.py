@@ -107,13 +107,21 @@ def test_the_gpu_kernel_in_the_interpreter():
 import torch
 from isomodels.trace.digest import _as_rows, row_digests
 from isomodels.trace.digest_triton import add_row_digests
-for dtype in (torch.float32, torch.bfloat16, torch.int32, torch.int64, torch.uint8):
-    for rows, width in ((1, 1), (5, 3), (9, 1024), (3, 2600)):
-        x = torch.randint(0, 200, (rows, width + 3), generator=torch.Generator().manual_seed(1))
-        x = (x * 0.37).to(dtype)[:, 1 : width + 1]
-        out = torch.zeros(rows, dtype=torch.int64)
-        add_row_digests(_as_rows(x), out)
-        assert out.equal(row_digests(x)), (dtype, rows, width)
+dtypes = (torch.float32, torch.bfloat16, torch.int32, torch.int64, torch.uint8)
+for rows in (1, 5, 9):
+    pairs, expected = [], []
+    for dtype in dtypes:
+        for width in (1, 3, 512, 2600):
+            x = torch.randint(0, 200, (rows, width + 3), generator=torch.Generator().manual_seed(1))
+            x = ((x - 100) * 373.7).to(dtype)[:, 1 : width + 1]
+            pairs.append((_as_rows(x), torch.zeros(rows, dtype=torch.int64)))
+            expected.append(row_digests(x))
+    for together in (1, 7):  # one launch for so many
+        for first in range(0, len(pairs), together):
+            add_row_digests(pairs[first : first + together])
+        for (words, out), sums in zip(pairs, expected, strict=True):
+            assert out.equal(sums), (words.dtype, rows, words.shape, together)
+            out.zero_()
 """
     import os
 

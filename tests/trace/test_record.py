@@ -102,6 +102,30 @@ def test_every_operation_is_recorded_and_nothing_moves(core, tmp_path):
     )
 
 
+def test_what_is_overwritten_later_has_the_digest_of_its_time(dense, tmp_path):
+    def overwrite(module, inputs, output):
+        kept = output.clone()
+        output.zero_()
+        return kept
+
+    sound = recorded(dense, tmp_path / "sound")
+    hook = dense.get_submodule("model.layers.0.mlp.gate_up_proj").register_forward_hook(overwrite)
+    try:
+        other = recorded(dense, tmp_path / "other")
+    finally:
+        hook.remove()
+
+    def outputs(recording):
+        return [
+            entry.digests[:, column].tolist()
+            for entry in recording.entries
+            for operation in entry.form.operations
+            for column in operation.outputs.values()
+        ]
+
+    assert outputs(other) == outputs(sound)
+
+
 def test_what_a_host_alone_must_do_is_no_difference(dense, tmp_path):
     sound = recorded(dense, tmp_path / "sound")
 
