@@ -24,7 +24,7 @@ from isomodels.parity.checkpoints import random_checkpoint
 from isomodels.trace import Choice, Recording, compare, record
 from isomodels.vllm import Engine
 
-REPEATS = 3
+REPEATS = 5
 FAULT = "model.layers.1.mlp.down_proj"
 
 
@@ -36,8 +36,9 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--packed", type=int, default=8192, help="tokens of the training pass")
-    parser.add_argument("--only", choices=["plain", "traced", "trainer"])
-    parser.add_argument("--checkpoint", type=Path)
+    parser.add_argument("--rows", default="plain,traced,trainer")
+    parser.add_argument("--only", choices=["plain", "traced", "trainer"], help=argparse.SUPPRESS)
+    parser.add_argument("--checkpoint", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.only:
         rows = {"plain": engine_rows, "traced": engine_rows, "trainer": trainer_rows}[args.only]
@@ -47,7 +48,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         raw = load_config_dict(args.config) | {"num_hidden_layers": args.layers}
         checkpoint = random_checkpoint(Path(folder) / "drawn", raw, "bfloat16", 0, device)
-        for only in ("plain", "traced", "trainer"):
+        for only in args.rows.split(","):
             again = [*sys.argv[1:], "--only", only, "--checkpoint", str(checkpoint)]
             done = subprocess.run([sys.executable, "-m", "benchmarks.trace", *again], check=False)
             if done.returncode:
