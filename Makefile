@@ -12,6 +12,7 @@ demo: $(STAMP)
 # 20 steps of GRPO by isomodels, 20 by the stock pair from the same model, and their picture.
 demo-rl: $(STAMP)
 	.venv/bin/python -m pip install -qq --no-deps -r requirements/examples.txt
+	rm -rf build/demo-rl build/demo-rl-stock
 	.venv/bin/python examples/grpo/grpo.py build/demo-rl
 	.venv/bin/python examples/grpo/stock.py build/demo-rl-stock --checkpoint build/demo-rl/base
 	.venv/bin/python examples/grpo/plot.py build/demo-rl.png isomodels=build/demo-rl stock=build/demo-rl-stock

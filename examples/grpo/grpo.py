@@ -25,7 +25,6 @@ import json
 import os
 import random
 import time
-import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -35,9 +34,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from command_line import cut_log, run
 from rich import print
 from rich.progress import track
 from torch import Tensor
+
+from isomodels.errors import IsoError
 
 # Token ids: 0 ends an answer, 1 begins a prompt, 2 to 4 open a bracket, 5 to 7 close it.
 END, BEGIN, OPEN, KINDS = 0, 1, 2, 3
@@ -47,7 +49,7 @@ SIZES = {"vocab_size": 512, "intermediate_size": 256, "num_hidden_layers": 2}
 SIZES |= {"rope_theta": 10000.0, "max_position_embeddings": 256}  # the rest as parity's tiny model
 
 
-class RatioError(RuntimeError):
+class RatioError(IsoError):
     """The trainer's logprobs are not those that the engine sampled with."""
 
 
@@ -68,22 +70,14 @@ def reward(prompt: Sequence[int], answer: Sequence[int]) -> float:
 
 @dataclass
 class Sample:
-    """One answer.
-
-    Attributes:
-        prompt, answer: token ids.
-        logprobs: [len(answer)] fp32, as the engine sampled.
-        version: of the weights that the engine sampled with.
-        reward: of the task.
-        advantage: the reward's distance from its group's mean, in standard deviations.
-    """
+    """One answer."""
 
     prompt: list[int]
     answer: list[int]
-    logprobs: np.ndarray
-    version: str
+    logprobs: np.ndarray  # [len(answer)] fp32, as the engine sampled
+    version: str  # of the weights that the engine sampled with
     reward: float = 0.0
-    advantage: float = 0.0
+    advantage: float = 0.0  # the reward's distance from its group's mean, in standard deviations
 
 
 class Rollouts:
@@ -124,17 +118,12 @@ class Rollouts:
 
 @dataclass
 class Update:
-    """What one optimizer step saw.
-
-    Attributes:
-        loss, grad_norm: of the objective.
-        new, old: [answered tokens] fp32 logprobs: the trainer's before the step, the engine's.
-    """
+    """What one optimizer step saw."""
 
     loss: float
     grad_norm: float
-    new: np.ndarray
-    old: np.ndarray
+    new: np.ndarray  # [answered tokens] fp32 logprobs: the trainer's before the step
+    old: np.ndarray  # the same: the engine's
 
 
 def clipped_loss(new: Tensor, old: Tensor, advantage: Tensor) -> Tensor:
@@ -260,7 +249,7 @@ def advantages(samples: Sequence[Sample], group: int) -> None:
 
 
 def make_base(folder: Path, dtype: str, steps: int) -> Path:
-    """A small model that has seen solved examples: it answers some prompts rightly, not all."""
+    """A small model, trained on solved examples until it answers some prompts rightly."""
     from isomodels.megatron import Trainer
     from isomodels.parity.checkpoints import random_checkpoint, tiny_config
 
@@ -276,9 +265,10 @@ def make_base(folder: Path, dtype: str, steps: int) -> Path:
 
 def base_model(args: argparse.Namespace) -> Path:
     """The checkpoint that both sides start from."""
-    args.out.mkdir(parents=True, exist_ok=True)
     base = args.checkpoint or args.out / "base"
-    return base if base.is_dir() else make_base(args.out, args.dtype, args.warm_up)
+    if args.checkpoint or (args.resume and base.is_dir()):
+        return base
+    return make_base(args.out, args.dtype, args.warm_up)
 
 
 def start_engine(args: argparse.Namespace, checkpoint: Path, engine: str) -> Rollouts:
@@ -317,8 +307,7 @@ def loop(args: argparse.Namespace, first: int, rollouts: Rollouts, policy: Any) 
     """Rollouts, update, sync; one line of the log a step."""
     waiting: deque[list[Sample]] = deque()
     log = args.out / "log.jsonl"
-    kept = log.read_text().splitlines(True)[:first] if first else []  # a killed run may have more
-    log.write_text("".join(kept))
+    cut_log(log, first)
     for step in track(range(first, args.steps), "steps"):
         source = random.Random(f"{args.seed} {step}")
         drawn = [make_prompt(source) for _ in range(args.prompts)]
@@ -369,31 +358,5 @@ def describe(
     }
 
 
-def parse() -> argparse.Namespace:
-    """The command line."""
-    kinds = (argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter)
-    form = type("Form", kinds, {})  # both: the text as it is, and the defaults
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
-    add = parser.add_argument
-    add("out", type=Path, help="folder for the log, the state and the new base model")
-    add("--checkpoint", type=Path, help="start here, in place of a small new model in OUT/base")
-    add("--engine", choices=("isomodels", "vllm"), default="isomodels", help="model in vLLM")
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="of both sides")
-    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the weights")
-    add("--steps", type=int, default=20, help="optimizer steps")
-    add("--prompts", type=int, default=16, help="prompts a step")
-    add("--group", type=int, default=8, help="answers to a prompt")
-    add("--behind", type=int, default=0, help="steps between rollout and update")
-    add("--lr", type=float, default=3e-4, help="learning rate of Adam")
-    add("--warm-up", type=int, default=60, help="supervised steps of a new model")
-    add("--seed", type=int, default=0, help="of prompts and answers")
-    add("--resume", action="store_true", help="go on from OUT/state, with the options of before")
-    args = parser.parse_args()
-    if args.behind and args.resume:
-        parser.error("--resume keeps no rollouts that wait for their update: leave out --behind")
-    return args
-
-
 if __name__ == "__main__":
-    warnings.simplefilter("ignore")  # libraries tell of their optional parts
-    train(parse())
+    run(train, __doc__)

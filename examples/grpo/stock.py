@@ -7,7 +7,6 @@ Takes the options of grpo.py. Nothing is asserted: the log shows by how much the
 
 import argparse
 import sys
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,7 +15,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from grpo import Rollouts, Sample, Update, base_model, clipped_loss, loop, parse, start_engine
+from command_line import run
+from grpo import Rollouts, Sample, Update, base_model, clipped_loss, loop, start_engine
 
 
 class StockPolicy:
@@ -83,6 +83,10 @@ class StockPolicy:
 
 def main(args: argparse.Namespace) -> None:
     """Put the two sides together and run the loop."""
+    from isomodels.errors import IsoError
+
+    if args.resume:
+        raise IsoError("stock.py saves no state: leave out --resume")
     base = base_model(args)
     rollouts = start_engine(args, base, "vllm")
     rollouts.llm.update_weight_version("step 0")
@@ -90,5 +94,4 @@ def main(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    warnings.simplefilter("ignore")  # libraries tell of their optional parts
-    main(parse())
+    run(main, __doc__)

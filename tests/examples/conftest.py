@@ -15,6 +15,7 @@ def grpo() -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = module_from_spec(spec)
+    sys.path.insert(0, str(SCRIPT.parent))  # as for a script: its options lie beside it
     sys.modules[spec.name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module

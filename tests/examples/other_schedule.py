@@ -10,6 +10,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "grpo"))
 
+import command_line
 import grpo
 
 import isomodels.contract
@@ -32,7 +33,7 @@ def main(operation: str, constant: str) -> None:
 
     isomodels.contract.contract_of = changed
     WeightSender.send = sent  # type: ignore[method-assign]
-    grpo.train(grpo.parse())
+    command_line.run(grpo.train, None)
 
 
 if __name__ == "__main__":

@@ -89,6 +89,34 @@ def test_a_killed_run_goes_on_with_the_bits_of_the_whole_one(
     assert lines(tmp_path) == whole
 
 
+# Calls of a run, of which the number given is in its second or third step, or before its first.
+MOMENTS = {
+    "before the first step": ("grpo:Rollouts.sample", 1),
+    "in the first sync": ("isomodels.vllm:LLMSyncClient.update_weights", 1),
+    "before the line of the log": ("grpo:describe", 2),
+    "between the log and the save": ("grpo:Policy.save", 2),
+    "in the first save": ("isomodels.weights_conv.write:_sync_tree", 1),
+    "in a save": ("isomodels.weights_conv.write:_replace", 2),
+    "in a sync, before the engine changes": ("isomodels.vllm:LLMSyncClient.update_weights", 3),
+    "in a sync, after it": ("isomodels.vllm:LLMSyncClient.finish_weight_update", 3),
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_run_killed_at_an_odd_moment_goes_on(
+    base: Path, whole: list[dict], tmp_path: Path, moment: str
+):
+    where, number = MOMENTS[moment]
+    runner = [str(Path(__file__).with_name("killed_at.py")), where, str(number)]
+    killed = run(base, tmp_path, "--steps", "5", script=runner)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr[-3000:]
+    assert len(lines(tmp_path)) < 5
+    rest = run(base, tmp_path, "--steps", "5", "--resume")
+    assert rest.returncode == 0, rest.stderr[-3000:]
+    assert lines(tmp_path) == whole
+    assert {entry.name for entry in tmp_path.iterdir()} == {"log.jsonl", "options.json", "state"}
+
+
 def test_one_step_behind(base: Path, tmp_path: Path):
     done = run(base, tmp_path, "--steps", "4", "--behind", "1")
     assert done.returncode == 0, done.stderr[-3000:]  # every recomputed ratio was 1
