@@ -18,7 +18,7 @@ from isomodels.errors import ConfigError, UnsupportedError
 from isomodels.registry import ArchSpec, get_spec, load_object
 
 # They name files, tokens or training settings: none reaches the arithmetic of a forward.
-_WITHOUT_ARITHMETIC = frozenset(
+WITHOUT_ARITHMETIC = frozenset(
     {
         "_name_or_path",
         "auto_map",
@@ -86,7 +86,7 @@ class DenseConfig(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _normalise(cls, raw: Any) -> Any:
-        fields = {k: v for k, v in dict(raw).items() if k not in _WITHOUT_ARITHMETIC}
+        fields = {k: v for k, v in dict(raw).items() if k not in WITHOUT_ARITHMETIC}
         _take_rope(fields)
         if "torch_dtype" in fields:
             fields.setdefault("dtype", fields["torch_dtype"])

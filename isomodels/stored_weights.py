@@ -22,7 +22,7 @@ from isomodels.weights_conv.dist_read import DistributedFiles, ModuleTensors
 from isomodels.weights_conv.files import read_tensors
 from isomodels.weights_conv.fp8 import SCALE
 from isomodels.weights_conv.rules import Carried, ForeignTable, Resolved, Rule, Tied, resolve
-from isomodels.weights_conv.tables import SplitTensors, check_module, check_tensors
+from isomodels.weights_conv.tables import JoinedTensors, SplitTensors, check_module, check_tensors
 
 Layout = Literal["hf", "megatron", "megatron-bridge"]
 
@@ -155,7 +155,9 @@ def _open_distributed(
         if source.name not in hf
     }
     if lacking and like is not None:
-        hf = _Completed(hf, open_checkpoint(like).tensors, lacking)
+        given = open_checkpoint(like)  # which may have its experts fused
+        apart = SplitTensors(table, JoinedTensors(given.rules, given.tensors))
+        hf = _Completed(hf, apart, lacking)
     own = {source.name for rule in table for source in rule.sources if source.dtype}
     dtypes = {tensor.dtype for name, tensor in hf.meta().items() if name not in own}
     if len(dtypes) != 1:

@@ -119,9 +119,14 @@ class Cropped(Same):
         return [tensor[: self.shape[0]]]
 
 
+class Carried:
+    """Marks a rule whose tensor is kept for the next save and never run: an engine may leave it
+    out."""
+
+
 @dataclass(frozen=True)
-class Carried(Same):
-    """A tensor that is kept for the next save and never run: an engine may leave it out."""
+class CarriedSame(Same, Carried):
+    """`Same`, only kept."""
 
 
 @dataclass(frozen=True)
@@ -261,6 +266,16 @@ class Fused(Same):
     """
 
     layout_known: bool = True
+
+
+@dataclass(frozen=True)
+class CarriedStack(Stack, Carried):
+    """`Stack`, only kept."""
+
+
+@dataclass(frozen=True)
+class CarriedFused(Fused, Carried):
+    """`Fused`, only kept."""
 
 
 @dataclass(frozen=True)

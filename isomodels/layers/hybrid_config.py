@@ -34,6 +34,10 @@ class HybridConfig(DenseConfig):
     @classmethod
     def _rope_and_layers(cls, raw: Any) -> Any:
         fields = dict(raw)
+        if fields.pop("quantization_config", None) is not None:
+            raise ValueError(
+                "quantised weights (quantization_config) are not supported: use the bfloat16 files"
+            )
         _take_partial_rope(fields)
         interval, layers = fields.get("full_attention_interval"), fields.get("num_hidden_layers")
         if fields.get("layer_types") is None and isinstance(interval, int) and interval > 0:

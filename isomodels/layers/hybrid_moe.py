@@ -7,10 +7,21 @@ from torch import nn
 
 from isomodels.config import MoEConfig, Routing
 from isomodels.layers.hybrid_config import HybridConfig
+from isomodels.layers.hybrid_weights import carried_rules, mtp_shapes
 from isomodels.layers.linear import Placed
 from isomodels.layers.moe import MoE
 from isomodels.layers.weights import moe_rules
-from isomodels.weights_conv.rules import Concat, Rule, Same, Source, resolve
+from isomodels.weights_conv.rules import (
+    CarriedFused,
+    CarriedStack,
+    Concat,
+    Either,
+    Rule,
+    Same,
+    Source,
+    Stack,
+    resolve,
+)
 
 
 class HybridMoEConfig(HybridConfig, MoEConfig):
@@ -75,6 +86,24 @@ def hybrid_moe_rules(prefix: str, config: HybridMoEConfig) -> list[Rule]:
 
 
 def moe_shapes(config: HybridMoEConfig) -> dict[str, tuple[int, ...]]:
-    """HF names below a layer's `mlp.` and their shapes, experts apart."""
-    rules = resolve(hybrid_moe_rules("mlp", config), ())
-    return {s.name.removeprefix("mlp."): s.shape for rule in rules for s in rule.sources}
+    """Names below a layer's `mlp.` and their shapes: HF's, of the fused form of experts."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for rule in resolve(hybrid_moe_rules("mlp", config), ()):
+        parts = (rule,) if isinstance(rule, Stack) else rule.sources
+        shapes |= {part.name: part.shape for part in parts}
+    return {name.removeprefix("mlp."): shape for name, shape in shapes.items()}
+
+
+def carried_mtp_rules(config: HybridMoEConfig) -> tuple[Rule, ...]:
+    """The MTP layers, which are only carried; a file has their experts apart or fused."""
+    experts = {
+        rule.name: Either(
+            CarriedStack(rule.name, rule.apart.slices),
+            CarriedFused(rule.name, rule.fused.shape, layout_known=rule.fused.layout_known),
+        )
+        for index in range(config.mtp_num_hidden_layers)
+        for rule in moe_rules(f"mtp.layers.{index}.mlp", config)
+        if isinstance(rule, Either)
+    }
+    carried = carried_rules("mtp", mtp_shapes(config, moe_shapes(config)))
+    return tuple(experts.get(rule.name, rule) for rule in carried)

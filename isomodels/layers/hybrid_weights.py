@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from isomodels.layers.hybrid_config import HybridConfig
 from isomodels.layers.weights import mlp_rules
-from isomodels.weights_conv.rules import Carried, Concat, Rule, Same, Source, Tied, Widened
+from isomodels.weights_conv.rules import CarriedSame, Concat, Rule, Same, Source, Tied, Widened
 
 # name of a layer's feed-forward in the module, the layer's index -> its rules
 FeedForward = Callable[[str, int], list[Rule]]
@@ -142,4 +142,4 @@ def carried_rules(
 ) -> tuple[Rule, ...]:
     """Tensors below `prefix` that are only kept for the next save."""
     theirs = hf_prefix or prefix
-    return tuple(Carried(f"{prefix}.{n}", s, f"{theirs}.{n}") for n, s in shapes.items())
+    return tuple(CarriedSame(f"{prefix}.{n}", s, f"{theirs}.{n}") for n, s in shapes.items())

@@ -12,7 +12,7 @@ from isomodels.layers.mlp import MLP
 from isomodels.layers.moe import MoE
 from isomodels.layers.parallel import ALONE, Layout
 from isomodels.layers.weights import mlp_rules, moe_rules
-from isomodels.weights_conv.rules import Carried, Concat, Rule, Same, Source, Tied, resolve
+from isomodels.weights_conv.rules import CarriedSame, Concat, Rule, Same, Source, Tied, resolve
 
 
 class LatentMoEForCausalLM(CausalLM):
@@ -68,7 +68,7 @@ def latent_moe_rules(config: LatentMoEConfig) -> tuple[Rule, ...]:
         ours = f"model.mtp_layers.{index}"
         theirs = f"model.layers.{config.num_hidden_layers + index}"
         rules += [
-            Carried(f"{ours}.{name}", source.shape, f"{theirs}.{name}", source.dtype)
+            CarriedSame(f"{ours}.{name}", source.shape, f"{theirs}.{name}", source.dtype)
             for name, source in mtp_sources(config).items()
         ]
     return tuple(rules)

@@ -5,8 +5,9 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from isomodels.config import WITHOUT_ARITHMETIC
 from isomodels.layers.hybrid_config import HybridConfig
-from isomodels.weights_conv.rules import Carried, Either, ForeignTable, Rule, Tied
+from isomodels.weights_conv.rules import CarriedSame, Either, ForeignTable, Rule, Tied
 
 # Tokens that stand for images in a text; a checkpoint's tokenizer knows them too.
 _TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
@@ -41,9 +42,13 @@ class MultimodalConfig(HybridConfig):
         text = fields.pop("text_config", None)
         if not isinstance(text, dict):
             raise ValueError("text_config is missing")
+        own_type, kind = text.get("model_type"), f"{fields.get('model_type')}_text"
+        if own_type not in (None, kind):
+            raise ValueError(f"model_type of text_config is {own_type!r} instead of {kind!r}")
         text = {k: v for k, v in text.items() if k not in ("architectures", "model_type")}
-        for key in ("tie_word_embeddings", *_DTYPES):
-            if key in fields and text.setdefault(key, fields[key]) != fields[key]:
+        # transformers would take the text's without a word
+        for key in (fields.keys() & {*text, "tie_word_embeddings", *_DTYPES}) - WITHOUT_ARITHMETIC:
+            if text.setdefault(key, fields[key]) != fields[key]:
                 raise ValueError(f"{key} and that of text_config differ")
         return {**fields, **text}
 
@@ -76,7 +81,7 @@ def _affine(name: str, *shape: int) -> dict[str, tuple[int, ...]]:
 def multimodal_rules(rules: tuple[Rule, ...], vision: VisionConfig) -> tuple[Rule, ...]:
     """The table of a text model, for files that hold it as `model.language_model`."""
     visual = vision_shapes(vision).items()
-    carried = tuple(Carried(f"visual.{n}", shape, f"model.visual.{n}") for n, shape in visual)
+    carried = tuple(CarriedSame(f"visual.{n}", shape, f"model.visual.{n}") for n, shape in visual)
     return tuple(map(_renamed, rules)) + carried
 
 

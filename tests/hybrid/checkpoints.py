@@ -160,7 +160,7 @@ def make_multimodal(
     draw = _Draw(seed, dtype)
     inside = decoder(draw, text, mlp)
     tensors = {n.replace("model.", "model.language_model.", 1): t for n, t in inside.items()}
-    tensors["lm_head.weight"] = draw.matrix(VOCAB, text["hidden_size"], gain=3.0)
+    tensors["lm_head.weight"] = draw.matrix(text["vocab_size"], text["hidden_size"], gain=3.0)
     tensors |= mtp(draw, text, mlp) | visual(draw, VISION)
     folder = _write(path, config, tensors)
     del config["vocab_size"]

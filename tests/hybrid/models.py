@@ -63,7 +63,7 @@ def load_ours(folder: Path, **options: Any) -> torch.nn.Module:
     tensors = in_text_form(load_file(folder / "model.safetensors"), config)
 
     def fused(name: str) -> Tensor:
-        if name.startswith(("mtp.", "visual.")):
+        if name in tensors and name.startswith(("mtp.", "visual.")):
             return tensors[name]
         name = name.replace("shared_experts", "shared_expert")
         if name.endswith(("experts.gate_up_proj", "experts.down_proj")):

@@ -9,7 +9,7 @@ from torch import Tensor
 from isomodels.errors import CheckpointError
 from isomodels.weights_conv.bits import same_bits
 from isomodels.weights_conv.rules import (
-    Carried,
+    CarriedSame,
     Concat,
     Either,
     Fused,
@@ -48,7 +48,7 @@ def tables(draw: st.DrawFn) -> list[Rule]:
             )
             rules.append(Stack(f"m{i}", slices))
         elif kind == "carried":
-            rules.append(Carried(f"m{i}", tuple(shape)))
+            rules.append(CarriedSame(f"m{i}", tuple(shape)))
         else:
             rules.append(Same(f"m{i}", tuple(shape), f"hf{i}" if kind == "renamed" else None))
     return rules
@@ -185,7 +185,7 @@ def test_tied_with_another_shape() -> None:
 
 
 def test_carried_can_be_left_out_but_not_be_missing() -> None:
-    rules = [Same("a", (1,)), Carried("mtp", (1,))]
+    rules = [Same("a", (1,)), CarriedSame("mtp", (1,))]
     hf = {"a": torch.ones(1), "mtp": torch.ones(1)}
     assert to_module(rules, hf).keys() == {"a", "mtp"}
     assert to_module(rules, hf, carried=False).keys() == {"a"}

@@ -4,13 +4,13 @@ from isomodels.dense.mimo.config import MiMoConfig
 from isomodels.dense.mimo.model import mtp_shapes
 from isomodels.layers import megatron_names as megatron
 from isomodels.layers.weights import decoder_rules
-from isomodels.weights_conv.rules import Carried, ForeignTable, Rule
+from isomodels.weights_conv.rules import CarriedSame, ForeignTable, Rule
 
 
 def rules(config: MiMoConfig) -> tuple[Rule, ...]:
     """The conversion table of one config."""
     return decoder_rules(config, qkv_bias=True, qk_norm=False) + tuple(
-        Carried(f"model.mtp_layers.{index}.{name}", shape)
+        CarriedSame(f"model.mtp_layers.{index}.{name}", shape)
         for index in range(config.num_nextn_predict_layers)
         for name, shape in mtp_shapes(config).items()
     )

@@ -2,8 +2,8 @@
 
 from isomodels.hybrid.qwen3_5_moe.config import Qwen3_5MoeConfig
 from isomodels.layers import megatron_names as megatron
-from isomodels.layers.hybrid_moe import hybrid_moe_rules, moe_shapes
-from isomodels.layers.hybrid_weights import carried_rules, hybrid_rules, mtp_shapes
+from isomodels.layers.hybrid_moe import carried_mtp_rules, hybrid_moe_rules
+from isomodels.layers.hybrid_weights import hybrid_rules
 from isomodels.weights_conv.rules import ForeignTable, Rule
 
 
@@ -13,8 +13,7 @@ def rules(config: Qwen3_5MoeConfig) -> tuple[Rule, ...]:
     def feed_forward(prefix: str, _: int) -> list[Rule]:
         return hybrid_moe_rules(prefix, config)
 
-    mtp = carried_rules("mtp", mtp_shapes(config, moe_shapes(config)))
-    return hybrid_rules(config, feed_forward=feed_forward) + mtp
+    return hybrid_rules(config, feed_forward=feed_forward) + carried_mtp_rules(config)
 
 
 def megatron_table(config: Qwen3_5MoeConfig) -> ForeignTable:

@@ -3,8 +3,8 @@
 from isomodels.hybrid.qwen3_next.config import Qwen3NextConfig
 from isomodels.layers import megatron_names as megatron
 from isomodels.layers.hybrid_config import HybridConfig
-from isomodels.layers.hybrid_moe import hybrid_moe_rules, moe_shapes
-from isomodels.layers.hybrid_weights import carried_rules, hybrid_rules, mtp_shapes
+from isomodels.layers.hybrid_moe import carried_mtp_rules, hybrid_moe_rules
+from isomodels.layers.hybrid_weights import hybrid_rules
 from isomodels.weights_conv.rules import ForeignTable, Grouped, Rule, Source
 
 
@@ -14,8 +14,8 @@ def rules(config: Qwen3NextConfig) -> tuple[Rule, ...]:
     def feed_forward(prefix: str, _: int) -> list[Rule]:
         return hybrid_moe_rules(prefix, config)
 
-    mtp = carried_rules("mtp", mtp_shapes(config, moe_shapes(config)))
-    return hybrid_rules(config, delta=_projections, feed_forward=feed_forward) + mtp
+    decoder = hybrid_rules(config, delta=_projections, feed_forward=feed_forward)
+    return decoder + carried_mtp_rules(config)
 
 
 def _projections(prefix: str, config: HybridConfig) -> list[Rule]:
