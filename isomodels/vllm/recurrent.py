@@ -247,7 +247,8 @@ def _layout(vllm_config: VllmConfig) -> Layout:
 
 
 def prepare(vllm_config: Any) -> None:
-    """Checks the options of recurrent state, and tells vLLM that positions are those of text.
+    """Checks the options of recurrent state, and tells vLLM how states are cached and that
+    positions are those of text.
 
     Raises:
         UnsupportedError: naming the option and the remedy.
@@ -268,10 +269,18 @@ def prepare(vllm_config: Any) -> None:
             bool(getattr(cache, "use_replayssm", False)),
             "--use-replayssm is not supported: leave it out",
         ),
+        (
+            cache.mamba_cache_mode not in ("none", "align"),
+            f"--mamba-cache-mode {cache.mamba_cache_mode} is not supported: a step leaves one "
+            "state, use align",
+        ),
     )
     for refused, sentence in refusals:
         if refused:
             raise UnsupportedError(f"isomodels: {sentence}")
+    if cache.enable_prefix_caching:
+        # before vLLM chooses: versions with a mode "all" take that
+        cache.mamba_cache_mode = "align"
     # vLLM would hand over three rows of positions, which are one for text.
     model = vllm_config.model_config
     for config in (model.hf_config, model.hf_text_config):

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -122,6 +123,7 @@ def test_engine_without_prefix_caching(checkpoint, ours):
         ({"mamba_ssm_cache_dtype": "bfloat16"}, "--mamba-ssm-cache-dtype bfloat16"),
         ({"mamba_ssm_cache_dtype": "float16"}, "--mamba-ssm-cache-dtype float16"),
         ({"mamba_cache_dtype": "float16"}, "--mamba-cache-dtype float16"),
+        ({"use_replayssm": True}, "--use-replayssm"),
         ({"dtype": "float32"}, "--dtype bfloat16"),
     ],
 )
@@ -133,6 +135,27 @@ def test_rows_47_and_49_of_the_field_reports_another_state_is_refused(checkpoint
     args = EngineArgs(model=str(checkpoint("qwen3_5", torch.bfloat16)), **given)
     with pytest.raises(Exception, match=rf"isomodels: .*{named}"):
         args.create_engine_config()
+
+
+@pytest.mark.parametrize(("asked", "cached"), [("none", True), ("align", True), ("none", False)])
+def test_how_states_are_cached_is_chosen_before_vllm_chooses(asked, cached):
+    """Some versions have a mode "all", of states at every block, and take it where they can."""
+    pytest.importorskip("vllm")
+    from isomodels.vllm.recurrent import prepare
+
+    cache = SimpleNamespace(
+        mamba_ssm_cache_dtype="auto",
+        mamba_cache_dtype="auto",
+        mamba_cache_mode=asked,
+        enable_prefix_caching=cached,
+    )
+    model = SimpleNamespace(dtype=torch.float32, hf_config=None, hf_text_config=None)
+    config = SimpleNamespace(cache_config=cache, model_config=model)
+    prepare(config)
+    assert cache.mamba_cache_mode == ("align" if cached else "none")
+    cache.mamba_cache_mode = "all"
+    with pytest.raises(UnsupportedError, match="--mamba-cache-mode all is not supported"):
+        prepare(config)
 
 
 @pytest.fixture
