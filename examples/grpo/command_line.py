@@ -1,9 +1,12 @@
 """Options of grpo.py and stock.py, and the folder of a run."""
 
 import argparse
+import ctypes
 import fcntl
 import json
+import multiprocessing
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Callable
@@ -26,6 +29,14 @@ def run(main: Callable[[argparse.Namespace], None], description: str | None) -> 
         sys.exit(f"{type(error).__name__}: {error}")
 
 
+def die_with_parent() -> None:
+    """End this process as soon as its parent ends, even if that is killed: no engine is left."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG, of Linux
+    parent = multiprocessing.parent_process()
+    if parent is not None and os.getppid() != parent.pid:  # it has ended already
+        os._exit(1)
+
+
 def parse(description: str | None) -> argparse.Namespace:
     """The options."""
     kinds = (argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter)
@@ -35,7 +46,8 @@ def parse(description: str | None) -> argparse.Namespace:
     add("out", type=Path, help="folder for the log, the state and the new base model")
     add("--checkpoint", type=Path, help="start here, in place of a small new model in OUT/base")
     add("--engine", choices=("isomodels", "vllm"), default="isomodels", help="model in vLLM")
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="of both sides")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    add("--device", choices=("cuda", "cpu"), default=device, help="of both sides")
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the weights")
     add("--steps", type=int, default=20, help="optimizer steps")
     add("--prompts", type=int, default=16, help="prompts a step")
@@ -54,8 +66,8 @@ def parse(description: str | None) -> argparse.Namespace:
         parser.error("--behind must be less than --steps: nothing would be trained on")
     if args.behind and args.resume:
         parser.error("--resume keeps no rollouts that wait for their update: leave out --behind")
-    if args.checkpoint and not args.checkpoint.is_dir():
-        parser.error(f"--checkpoint {args.checkpoint} is no folder")
+    if args.checkpoint and not (args.checkpoint / "config.json").is_file():
+        parser.error(f"--checkpoint {args.checkpoint} has no config.json")
     return args
 
 

@@ -34,7 +34,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from command_line import cut_log, run
+from command_line import cut_log, die_with_parent, run
 from rich import print
 from rich.progress import track
 from torch import Tensor
@@ -249,7 +249,7 @@ def advantages(samples: Sequence[Sample], group: int) -> None:
 
 
 def make_base(folder: Path, dtype: str, steps: int) -> Path:
-    """A small model, trained on solved examples until it answers some prompts rightly."""
+    """A small model that saw solved examples for so many steps: it answers some prompts rightly."""
     from isomodels.megatron import Trainer
     from isomodels.parity.checkpoints import random_checkpoint, tiny_config
 
@@ -275,10 +275,12 @@ def start_engine(args: argparse.Namespace, checkpoint: Path, engine: str) -> Rol
     """The engine shares the device with the trainer, and answers are short."""
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     options = {"dtype": args.dtype, "max_model_len": 64, "gpu_memory_utilization": 0.3}
     options["use_tqdm_on_load"] = False  # the stock pair loads anew at each step
     if args.device == "cpu":  # where vLLM's sampler takes no seed of a prompt in chunks
         options |= {"enforce_eager": True, "enable_chunked_prefill": False}
+        options["enable_prefix_caching"] = False  # which a hybrid has with chunks alone
     return Rollouts(checkpoint, engine, options, {"max_tokens": MOST + 3, "stop_token_ids": [END]})
 
 
@@ -360,3 +362,5 @@ def describe(
 
 if __name__ == "__main__":
     run(train, __doc__)
+elif __name__ == "__mp_main__":  # a process of the engine, which imports this file anew
+    die_with_parent()

@@ -15,7 +15,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from command_line import run
+from command_line import die_with_parent, run
 from grpo import Rollouts, Sample, Update, base_model, clipped_loss, loop, start_engine
 
 
@@ -95,3 +95,5 @@ def main(args: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     run(main, __doc__)
+elif __name__ == "__mp_main__":  # a process of the engine
+    die_with_parent()

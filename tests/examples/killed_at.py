@@ -39,3 +39,5 @@ if __name__ == "__main__":
     where, number = sys.argv[1:3]
     del sys.argv[1:3]
     main(where, int(number))
+elif __name__ == "__mp_main__":  # as grpo.py
+    command_line.die_with_parent()

@@ -15,7 +15,7 @@ from isomodels.errors import CheckpointError
 OTHERS = {
     "checkpoint": Path(__file__).parent,
     "engine": "vllm",
-    "device": "meta",
+    "device": "cuda",
     "dtype": "float32",
     "prompts": 3,
     "group": 2,
@@ -49,10 +49,12 @@ def parse(command_line: ModuleType, monkeypatch: pytest.MonkeyPatch):
         ("--behind -1", "--behind must be at least 0"),
         ("--warm-up -1", "--warm-up must be at least 0"),
         ("--seed -1", "--seed must be at least 0"),
+        ("--device tpu", "argument --device: invalid choice"),
         ("--lr nan", "--lr must be at least 0"),
         ("--steps 3 --behind 3", "--behind must be less than --steps"),
         ("--behind 1 --resume", "leave out --behind"),
-        ("--checkpoint nowhere", "--checkpoint nowhere is no folder"),
+        ("--checkpoint nowhere", "--checkpoint nowhere has no config.json"),
+        (f"--checkpoint {Path(__file__).parent}", "examples has no config.json"),
     ],
 )
 def test_what_cannot_be_asked_is_one_line(parse, capsys, given: str, named: str):
@@ -81,7 +83,7 @@ def begun(command_line: ModuleType, args: Namespace, lines: int = 1) -> None:
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_options_at_resume_are_refused_by_name(command_line, parse, tmp_path, name):
-    args = parse(str(tmp_path))
+    args = parse(str(tmp_path), "--device", "cpu")
     assert vars(args).keys() - OTHERS.keys() == {"out", "steps", "resume"}  # no option is left out
     begun(command_line, args)
     before = (tmp_path / "options.json").read_text()

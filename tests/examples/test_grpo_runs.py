@@ -11,8 +11,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 
+from isomodels.parity.checkpoints import random_checkpoint, tiny_config
 from tests.examples.conftest import SCRIPT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -74,7 +76,6 @@ def test_a_killed_run_goes_on_with_the_bits_of_the_whole_one(
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         env=ENVIRONMENT,
-        start_new_session=True,
     ) as process:
         deadline = time.monotonic() + 600
         while len(lines(tmp_path)) < steps:
@@ -82,7 +83,11 @@ def test_a_killed_run_goes_on_with_the_bits_of_the_whole_one(
             assert time.monotonic() < deadline
             time.sleep(0.01)
         time.sleep(moment)  # at any moment of the step that follows
-        os.killpg(process.pid, signal.SIGKILL)
+        engine = psutil.Process(process.pid).children(recursive=True)
+        process.kill()
+    assert engine
+    _, alive = psutil.wait_procs(engine, timeout=30)
+    assert not alive
     assert len(lines(tmp_path)) < 5
     rest = run(base, tmp_path, "--steps", "5", "--resume")
     assert rest.returncode == 0, rest.stderr[-3000:]
@@ -108,13 +113,22 @@ def test_a_run_killed_at_an_odd_moment_goes_on(
 ):
     where, number = MOMENTS[moment]
     runner = [str(Path(__file__).with_name("killed_at.py")), where, str(number)]
-    killed = run(base, tmp_path, "--steps", "5", script=runner)
+    killed = run(base, tmp_path, "--steps", "5", script=runner)  # waits for its engine, too
     assert killed.returncode == -signal.SIGKILL, killed.stderr[-3000:]
     assert len(lines(tmp_path)) < 5
     rest = run(base, tmp_path, "--steps", "5", "--resume")
     assert rest.returncode == 0, rest.stderr[-3000:]
     assert lines(tmp_path) == whole
     assert {entry.name for entry in tmp_path.iterdir()} == {"log.jsonl", "options.json", "state"}
+
+
+@pytest.mark.parametrize("architecture", ["MiMoForCausalLM", "Qwen3_5MoeForCausalLM"])
+def test_a_model_of_another_architecture(tmp_path: Path, architecture: str):
+    raw = tiny_config(architecture)
+    checkpoint = random_checkpoint(tmp_path / "checkpoint", raw, "bfloat16", seed=0)
+    done = run(checkpoint, tmp_path / "out", "--steps", "2")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert [line["differ"] for line in lines(tmp_path / "out")] == [0, 0]
 
 
 def test_one_step_behind(base: Path, tmp_path: Path):
