@@ -5,6 +5,7 @@ so that memory holds little more than the largest tensor.
 """
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ from isomodels.weights_conv.dist_write import write_distributed
 from isomodels.weights_conv.files import CONTRACT, TensorFiles
 from isomodels.weights_conv.rules import Either, Resolved, Tied, Widened, resolve
 from isomodels.weights_conv.tables import JoinedTensors, SplitTensors
-from isomodels.weights_conv.write import copy_small_files, place, write_checkpoint
+from isomodels.weights_conv.write import check_place, copy_small_files, place, write_checkpoint
 
 Form = Literal["hf", "megatron"]
 Experts = Literal["apart", "fused"]
@@ -176,8 +177,7 @@ def run_conversion(
         CheckpointError: the folder cannot be written, or does not hold what the source does.
     """
     source = plan.source
-    if Path(out_dir).resolve() == source.path.resolve():
-        raise CheckpointError(f"{out_dir} is the source itself: give another folder")
+    check_destination(plan, out_dir)
     files = config_file(source.small_files, plan.dtype)
     contract = contract or _carried_contract(plan)
     if contract is not None:
@@ -213,6 +213,18 @@ def run_conversion(
             check=check,
         )
     return open_weights(out_dir)
+
+
+def check_destination(plan: Plan, out_dir: Path | str) -> None:
+    """Refuse a folder that cannot be written, as far as can be told without writing.
+
+    Raises:
+        CheckpointError: naming the folder and the reason.
+    """
+    source = plan.source
+    if os.path.realpath(out_dir) == os.path.realpath(source.path):
+        raise CheckpointError(f"{out_dir} is the source itself: give another folder")
+    check_place(out_dir, source.path, distributed=plan.to == "megatron")
 
 
 def _carried_contract(plan: Plan) -> str | None:

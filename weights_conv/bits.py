@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 _SHOWN = 6
+_LONGEST = 300
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -77,8 +78,14 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def printable(text: str) -> str:
+    """Text of a file for a message: on one line, not endless, and without codes for a terminal."""
+    shown = text if text.isprintable() else text.encode("unicode_escape").decode()
+    return shown if len(shown) <= _LONGEST else f"{shown[:_LONGEST]}..."
+
+
 def shorten(names: Collection[str]) -> str:
     """A list of names for a message: the first few, and how many more there are."""
-    ordered = sorted(names)
+    ordered = [printable(name) for name in sorted(names)]
     more = len(ordered) - _SHOWN
     return ", ".join(ordered[:_SHOWN]) + (f" and {more} more" if more > 0 else "")

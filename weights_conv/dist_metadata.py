@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from isomodels.errors import CheckpointError
+from isomodels.weights_conv.bits import printable
 from isomodels.weights_conv.dist_names import COMMON, CONFIG, LATEST, METADATA
 
 _CLASSES = {
@@ -97,8 +98,16 @@ def find_distributed(path: Path) -> Path | None:
     """The folder of a `dist_checkpointing` save at a path: itself, or the latest of a training.
 
     Raises:
-        CheckpointError: the file that names the latest save names none that is there.
+        CheckpointError: the file that names the latest save names none that is there, or one of
+            them cannot be read.
     """
+    try:
+        return _find(path)
+    except OSError as error:
+        raise CheckpointError(f"cannot read {error.filename}: {error.strerror}") from None
+
+
+def _find(path: Path) -> Path | None:
     if (path / METADATA).is_file():
         return path
     latest = path / LATEST
@@ -142,10 +151,21 @@ def read_common(folder: Path) -> Any:
 
     def content() -> bytes:
         with zipfile.ZipFile(file) as archive:
-            (name,) = [n for n in archive.namelist() if n.endswith("/data.pkl")]
-            return archive.read(name)
+            (record,) = [r for r in archive.infolist() if r.filename.endswith("/data.pkl")]
+            refuse_compressed(record)
+            return archive.read(record)
 
     return _unpickle(content, file, _COMMON_CLASSES)
+
+
+def refuse_compressed(record: zipfile.ZipInfo) -> None:
+    """torch.save stores records as they are; a compressed one could fill the memory.
+
+    Raises:
+        CheckpointError: the record is compressed.
+    """
+    if record.compress_type != zipfile.ZIP_STORED or record.file_size != record.compress_size:
+        raise CheckpointError(f"its record {record.filename!r} is compressed")
 
 
 def _check_format(folder: Path) -> None:
@@ -199,6 +219,8 @@ def _unpickle(content: Any, file: Path, names: Mapping[str, Iterable[str]]) -> A
         raise CheckpointError(f"{file}: {error}") from None
     except FileNotFoundError:
         raise CheckpointError(f"{file} is absent") from None
+    except OSError as error:
+        raise CheckpointError(f"cannot read {file}: {error.strerror}") from None
     except Exception as error:  # a damaged pickle may raise anything
         raise CheckpointError(f"{file} is damaged ({type(error).__name__}: {error})") from None
 
@@ -212,25 +234,26 @@ def _tensors(found: Any, files: Mapping[str, int]) -> dict[str, StoredTensor]:
             continue  # an object, such as the state of a random generator
         if not isinstance(name, str) or not isinstance(stored, TensorStorageMetadata):
             raise CheckpointError(f"it holds a {type(stored).__name__} under {name!r}")
-        shape, dtype = _box(stored.size), stored.properties.dtype
+        shape, dtype, shown = _box(stored.size), stored.properties.dtype, printable(name)
         if not isinstance(dtype, torch.dtype):
-            raise CheckpointError(f"the dtype of {name} is {dtype!r}")
+            raise CheckpointError(f"the dtype of {shown} is {dtype!r}")
         chunks = []
         for one in stored.chunks:
             index = MetadataIndex(name, one.offsets)
             place = found.storage_data.get(index)
             if place is None:
-                raise CheckpointError(f"{name}: nothing tells where its chunk {one.offsets} lies")
-            chunks.append(_chunk(name, dtype, _box(one.offsets), _box(one.sizes), place, files))
+                raise CheckpointError(f"{shown}: nothing tells where its chunk {one.offsets} lies")
+            chunks.append(_chunk(shown, dtype, _box(one.offsets), _box(one.sizes), place, files))
         if not _covers(shape, [(c.offsets, c.sizes) for c in chunks]):
-            raise CheckpointError(f"the chunks of {name} overlap or leave gaps")
+            raise CheckpointError(f"the chunks of {shown} overlap or leave gaps")
         tensors[name] = StoredTensor(shape, dtype, tuple(chunks))
     return tensors
 
 
 def _box(values: Any) -> tuple[int, ...]:
     box = tuple(values)
-    if not all(type(value) is int and 0 <= value < 2**62 for value in box):
+    known = all(type(value) is int and value >= 0 for value in box)
+    if not known or math.prod(max(1, value) for value in box) >= 2**62:  # torch counts strides so
         raise CheckpointError(f"{box} is no shape")
     return box
 

@@ -19,7 +19,12 @@ from torch import Tensor
 
 from isomodels.errors import CheckpointError
 from isomodels.weights_conv.bits import LazyTensors, dtype_name, shorten
-from isomodels.weights_conv.dist_metadata import Chunk, StoredTensor, read_metadata
+from isomodels.weights_conv.dist_metadata import (
+    Chunk,
+    StoredTensor,
+    read_metadata,
+    refuse_compressed,
+)
 from isomodels.weights_conv.rules import Ranked, Resolved, Tied
 
 # Optimizer states, and what trainers keep of random generators and of their quantisation.
@@ -153,6 +158,7 @@ def _check_sums(window: Any) -> None:
     """Compare the checksums of an archive, which torch's reader passes over; 0 means none."""
     with zipfile.ZipFile(window) as archive:
         for record in archive.infolist():
+            refuse_compressed(record)
             if record.CRC:
                 with archive.open(record) as content:
                     while content.read(2**20):

@@ -45,6 +45,7 @@ _WEIGHTS = (
     ".msgpack",
     ".distcp",
 )
+_TEMPLATES = "additional_chat_templates"  # transformers' folder of a tokenizer's named ones
 _DISTRIBUTED = (METADATA, CONFIG)  # of Megatron's dist_checkpointing
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
@@ -137,6 +138,22 @@ def place(
         raise CheckpointError(f"cannot write {path}: {error.strerror or error}") from error
 
 
+def check_place(path: Path | str, beside: Path | None = None, *, distributed: bool = False) -> None:
+    """Refuse what `place` would refuse of a path before it writes.
+
+    Args:
+        path, beside, distributed: as for `place`.
+
+    Raises:
+        CheckpointError: naming the path and the reason.
+    """
+    path = Path(os.path.realpath(path))
+    try:
+        _refuse_bad_place(path, beside, distributed)
+    except OSError as error:
+        raise CheckpointError(f"cannot write {path}: {error.strerror or error}") from error
+
+
 def _refuse_full_disk(path: Path, size: int) -> None:
     free = shutil.disk_usage(path.parent).free
     if size > free:
@@ -189,6 +206,10 @@ def copy_small_files(source: Path | None, folder: Path, files: Mapping[str, str]
         weights = entry.name.endswith(_WEIGHTS) or entry.name in (*_DISTRIBUTED, CONTRACT)
         if entry.is_file() and not hidden and not weights:
             shutil.copyfile(entry, folder / entry.name)
+        elif entry.name == _TEMPLATES and entry.is_dir():
+            (folder / _TEMPLATES).mkdir()
+            for template in entry.glob("*.jinja"):
+                shutil.copyfile(template, folder / _TEMPLATES / template.name)
     for name, text in files.items():
         (folder / name).write_text(text)
 
@@ -237,9 +258,14 @@ def _locked(partial: Path, path: Path) -> int:
         with contextlib.suppress(FileExistsError):
             partial.mkdir()
         try:
-            lock = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
+            # a link of this name would have the folder behind it emptied
+            lock = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         except FileNotFoundError:  # another save has just put it in its place
             continue
+        except NotADirectoryError:
+            raise CheckpointError(
+                f"{partial}, where {path} would be made, is a file or a link: remove it"
+            ) from None
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -320,7 +346,7 @@ def _exchange(a: Path, b: Path) -> bool:
 
 def _sync_tree(folder: Path) -> None:
     for entry in folder.rglob("*"):
-        if not entry.is_symlink():
+        if not entry.is_symlink() and (entry.is_file() or entry.is_dir()):  # a pipe would wait
             _sync(entry)
     _sync(folder)
 

@@ -1,13 +1,14 @@
 """`isomodels contract`: what decides the bits of a model, and what differs between two sides."""
 
 import json as json_module
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from isomodels.cli.arguments import Dtype, device_option
-from isomodels.cli.files import check_folder
+from isomodels.cli.files import check_folder, check_there
 from isomodels.errors import ContractError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -18,7 +19,9 @@ contract = typer.Typer(
     rich_markup_mode=None,
     help="What decides the bits of a model here, and what differs between two sides.",
 )
-_SOURCE = "Hugging Face folder, or a contract in JSON as `show --json` prints it."
+_SOURCE = (
+    "Hugging Face folder, or a contract in JSON as `show --json` prints it and checkpoints hold."
+)
 Device = Annotated[
     str | None, device_option("Of a folder: where the model would run [default: cpu].")
 ]
@@ -48,10 +51,15 @@ def show(
     if json:
         typer.echo(made.to_json())
         return
-    for name, digest in made.digests.items():
-        typer.echo(f"{name:18}{digest}")
-    policy = made.numerical_policy
-    typer.echo(f"{'architecture':18}{made.semantic['architecture']}")
+    for name in made.digests:
+        typer.echo(f"{name:18}{made.stated.get(name, 'not stated')}")
+    if made.semantic:
+        typer.echo(f"{'architecture':18}{made.semantic['architecture']}")
+    if made.numerical_policy:
+        _print_policy(made.numerical_policy)
+
+
+def _print_policy(policy: Mapping[str, Any]) -> None:
     typer.echo(f"{'dtype':18}{policy['dtype']}, {len(policy['pinned'])} tensors pinned")
     typer.echo(f"{'device':18}{', '.join(f'{k} {v}' for k, v in policy['device'].items())}")
     for form, parts in policy["forms"].items():
@@ -96,7 +104,9 @@ def diff(
 
 def _check(paths: list[Path], device: str | None, dtype: Dtype | None) -> None:
     """Refuse what can be refused without torch."""
-    folders = [path for path in paths if not path.is_file()]
+    for path in paths:
+        check_there(path, "a checkpoint's folder or a contract")
+    folders = [path for path in paths if path.is_dir()]
     for path in folders:
         check_folder(path, config=True)
     if not folders and (device, dtype) != (None, None):
@@ -113,7 +123,7 @@ def _read(path: Path, device: str | None, dtype: Dtype | None) -> "Contract":
     from isomodels.config import DTYPES
     from isomodels.contract import Contract, contract_of
 
-    if path.is_file():
+    if not path.is_dir():  # a pipe of the shell's `<(...)` will do
         try:
             return Contract.from_json(path.read_bytes(), str(path))
         except OSError as error:

@@ -88,7 +88,7 @@ def convert(
     from isomodels.cli.progress import byte_bar
     from isomodels.config import DTYPES
     from isomodels.contract.stored import carried
-    from isomodels.conversion import plan_conversion, run_conversion
+    from isomodels.conversion import check_destination, plan_conversion, run_conversion
 
     plan = plan_conversion(
         source_weights,
@@ -98,6 +98,7 @@ def convert(
     )
     contract = carried(plan.source.path, *plan.written_config(), exact=plan.exact)
     if dry_run:
+        check_destination(plan, destination)
         _print_plan(plan, json)
         return
     begin = time.monotonic()
@@ -151,7 +152,7 @@ def parse_size(text: str) -> int:
     Raises:
         UnsupportedError: the text is no size.
     """
-    match = re.fullmatch(r"(\d+)\s*([A-Za-z]*)", text.strip())
+    match = re.fullmatch(r"([0-9]{1,18})\s*([A-Za-z]*)", text.strip())
     if not match or match[2].upper() not in _UNITS or int(match[1]) == 0:
         raise UnsupportedError(f"--max-shard-size {text}: write a size such as 2GB or 500MiB")
     return int(match[1]) * _UNITS[match[2].upper()]

@@ -55,6 +55,7 @@ def check_folder(path: Path, name: str = "", *, config: bool = False) -> None:
     start = f"{name}: " if name else ""
     try:
         names = set(os.listdir(path))
+        (path / "config.json").exists()  # asks for the right to enter
     except FileNotFoundError:
         if _cut_off(path):
             return  # the reader of checkpoints tells what a save left
@@ -71,6 +72,26 @@ def check_folder(path: Path, name: str = "", *, config: bool = False) -> None:
         raise CheckpointError(
             f"{start}{path} has no config.json: give the Hugging Face folder of a model"
         )
+
+
+def check_there(path: Path, what: str) -> None:
+    """Refuse a path where there is nothing.
+
+    Args:
+        path: a file's or a folder's.
+        what: should be there.
+
+    Raises:
+        CheckpointError: naming the path.
+    """
+    try:
+        path.stat()
+    except FileNotFoundError:
+        raise CheckpointError(f"there is no {path}: give {what}{_hub_hint(path)}") from None
+    except NotADirectoryError:
+        raise CheckpointError(f"there is no {path}: a part of the path is a file") from None
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
 
 
 def _cut_off(path: Path) -> bool:

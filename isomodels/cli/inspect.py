@@ -53,10 +53,12 @@ def inspect(
         typer.echo(json_module.dumps(facts))
     elif refused is None:
         _print_facts(facts)
-    else:
+    elif facts["missing"] or facts["unknown"]:
+        from isomodels.weights_conv.bits import printable
+
         for what in ("missing", "unknown"):
             for name in facts[what]:
-                typer.echo(f"{what}: {name}")
+                typer.echo(f"{what}: {printable(name)}")
     if refused is not None:
         raise refused
 
@@ -200,6 +202,6 @@ def _print_facts(facts: dict[str, Any]) -> None:
         degrees = (str(row[f"{kind}_parallel"]) for kind in ("tensor", "expert"))
         held = (decimal(row[kind]) for kind in ("engine", "trainer", "trainer_sharded"))
         memory.add_row(*degrees, *held)
-    console = Console(soft_wrap=True)
+    console = Console(soft_wrap=True, markup=False)  # brackets may come from the files
     console.print(table)
     console.print(memory)

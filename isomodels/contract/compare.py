@@ -81,8 +81,14 @@ def require_same(trainer: Contract, engine: Contract) -> None:
 
 
 def _require_claimed(side: str, contract: Contract) -> None:
+    host = contract.deployment.get("host")
+    if host is None:
+        raise ContractError(
+            f"the {side}'s contract states no deployment, and so no degrees of parallelism: make "
+            "it with isomodels.contract.contract_of, or take the host's own"
+        )
     for kind, claimed in contract.numerical_policy["layouts"].items():
-        degree = contract.deployment["host"].get(kind, 1)
+        degree = host.get(kind, 1)
         if degree not in claimed:
             raise ContractError(
                 f"the {side}'s {kind} of {degree} is not shown to keep the bits: "

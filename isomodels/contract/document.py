@@ -3,7 +3,7 @@
 import hashlib
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,23 @@ from isomodels.errors import ContractError
 FORMAT = 1
 SECTIONS = ("semantic", "numerical_policy", "deployment")
 _FLOAT = "float64 bits "
+_ANY = "*"
+_KINDS = {dict: "object", list: "list", str: "text", int: "whole number"}
+# What readers of a stated section go by; what else it holds is compared and no more.
+_CALLS = {_ANY: {_ANY: {_ANY: int}}}
+_SHAPES: dict[str, Any] = {
+    "semantic": {"architecture": str, "config": dict, "parameters": {_ANY: [int]}},
+    "numerical_policy": {
+        "dtype": str,
+        "pinned": {_ANY: str},
+        "device": {_ANY: str},
+        "cases": {_ANY: str},
+        "forms": _CALLS,
+        "schedules": {_ANY: {"version": int, "constants": dict}},
+        "layouts": {_ANY: [int]},
+    },
+    "deployment": {"host": dict},
+}
 
 
 @dataclass(frozen=True)
@@ -66,6 +83,7 @@ class Contract:
         """
         try:
             document = json.loads(text)
+            json.dumps(document, ensure_ascii=False).encode()  # halves of characters have no text
         except (ValueError, RecursionError) as error:  # also of too many digits, or too deep
             raise ContractError(f"{where} is no JSON: {error}") from None
         if not isinstance(document, dict) or document.get("format") != FORMAT:
@@ -77,11 +95,41 @@ class Contract:
         if missing:
             raise ContractError(f"{where} has no section {missing[0]}")
         contract = Contract(*(document[name] for name in SECTIONS))
-        if document.get("digests") != contract.digests:
+        if document.get("digests") != _digests(contract, where):
             raise ContractError(
                 f"{where}: its digests are not those of its content; it was changed by hand or cut"
             )
+        for name in SECTIONS:
+            if document[name] and (wrong := _misshapen(document[name], _SHAPES[name], name)):
+                raise ContractError(f"{where}: {wrong}, as in no contract that isomodels writes")
         return contract
+
+
+def _digests(contract: Contract, where: str) -> dict[str, str]:
+    try:
+        return contract.digests
+    except RecursionError:
+        raise ContractError(f"{where} is nested too deeply") from None
+
+
+def _misshapen(value: Any, shape: Any, path: str) -> str | None:
+    """The first place whose value is not of the kind that is written there; None: all are."""
+    kind: Any = shape if isinstance(shape, type) else type(shape)
+    if type(value) is not kind:
+        return f"{path} is no {_KINDS[kind]}"
+    if not isinstance(shape, dict | list):
+        return None
+    below: Iterable[tuple[str, Any, Any]]
+    if isinstance(shape, list):
+        below = ((f"{path}[{i}]", one, shape[0]) for i, one in enumerate(value))
+    elif _ANY in shape:
+        below = ((f"{path}.{key}", value[key], shape[_ANY]) for key in value)
+    else:
+        if absent := [key for key in shape if key not in value]:
+            return f"{path} has no {absent[0]}"
+        below = ((f"{path}.{key}", value[key], of) for key, of in shape.items())
+    found = (_misshapen(one, of, name) for name, one, of in below)
+    return next((wrong for wrong in found if wrong), None)
 
 
 def canonical(value: Any) -> Any:

@@ -23,7 +23,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from isomodels.errors import HostError, UnsupportedError
+from isomodels.errors import CheckpointError, HostError, UnsupportedError
 from isomodels.vllm.plugin import MODEL_IMPL
 from isomodels.vllm.questions import question
 from isomodels.vllm.versions import CHECKED_VERSIONS, check_vllm, vllm_version
@@ -34,6 +34,7 @@ RESOLVED_PREFIX = "IsoModels"
 
 # Worker methods that change weights, and those of a sync (isomodels/vllm/weight_transfer.py).
 _WEIGHT_CHANGES = {"reload_weights", "update_weights"}
+_RELOAD = {"weights_iterator": None, "weights_path": None, "is_checkpoint_format": True}
 _SYNC = {
     "init_weight_transfer_engine",
     "start_weight_update",
@@ -168,9 +169,21 @@ class SyncCall:
 
 
 def _check_reload(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Checks the folder given to a worker's `reload_weights(weights_iterator, weights_path)`."""
+    """Checks the arguments of a worker's `reload_weights`.
+
+    Its third, `is_checkpoint_format`, would write weights over the old ones unchecked, and an
+    unknown one would fail in the worker.
+    """
     from isomodels.vllm.checks import check_files
 
-    path = args[1] if len(args) > 1 else kwargs.get("weights_path")
+    wrong = not isinstance(kwargs, Mapping) or len(args) > len(_RELOAD)
+    given = {} if wrong else dict(zip(_RELOAD, args, strict=False)) | dict(kwargs)
+    weights, path, checked = (given.pop(name, of) for name, of in _RELOAD.items())
+    wrong = wrong or bool(given) or checked is not True or isinstance(weights, str)
+    if wrong or not (path is None or isinstance(path, str | Path)):
+        raise CheckpointError(
+            "reload_weights takes the folder of a checkpoint as weights_path and nothing else: "
+            '"kwargs": {"weights_path": PATH}'
+        )
     if path is not None:  # else the weights are read again from where they came
         check_files(Path(path))

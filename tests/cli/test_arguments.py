@@ -95,7 +95,7 @@ WRONG = {
     **{
         f"{name}, no folder": (
             tuple(a.replace("X", "T/none") for a in arguments),
-            "there is no folder T/none",
+            "there is no T/none: give a" if name in NO_FILES else "there is no folder T/none",
         )
         for name, arguments in FOLDERS.items()
     },
@@ -107,7 +107,7 @@ WRONG = {
     **{
         f"{name}, below a file": (
             tuple(a.replace("X", "T/file/x") for a in arguments),
-            "there is no folder T/file/x",
+            "there is no T/file/x" if name in NO_FILES else "there is no folder T/file/x",
         )
         for name, arguments in FOLDERS.items()
     },
@@ -119,6 +119,28 @@ WRONG = {
         for name, arguments in FOLDERS.items()
         if name not in ("check", "inspect", "convert")
     },
+    "diff of a file that is missing": (
+        ("contract", "diff", "T/file", "T/none.json"),
+        "there is no T/none.json: give a checkpoint's folder or a contract",
+    ),
+    **{
+        f"{name}, a link to itself": (
+            tuple(a.replace("X", "T/loop") for a in arguments),
+            "cannot read T/loop: Too many levels of symbolic links",
+        )
+        for name, arguments in FOLDERS.items()
+    },
+    **{
+        f"{name}, too long": (
+            tuple(a.replace("X", "T/" + "x" * 300) for a in arguments),
+            "x: File name too long",
+        )
+        for name, arguments in FOLDERS.items()
+    },
+    "--max-shard-size of 5,000 digits": (
+        ("convert", "a", "b", "--max-shard-size", "9" * 5000),
+        "write a size such as 2GB",
+    ),
     "a name of the Hub": (("check", "Qwen/Qwen3-0.6B"), "hf download Qwen/Qwen3-0.6B --local-dir"),
     "megatron": (("check", "T/megatron"), "is a Megatron folder: see it with `isomodels inspect"),
     **{
@@ -213,6 +235,7 @@ def _files(folder: Path) -> None:
     (folder / "model" / "config.json").write_text("{}")
     (folder / "megatron" / ".metadata").touch()
     (folder / "file").write_text("{}")
+    (folder / "loop").symlink_to("loop")
     (folder / "ids.json").write_text("[[1, 2, 3, 4, 5], [6]]")
     (folder / "many.json").write_text(json.dumps([[1] * 65_536, [2]]))
     save_file({"x": torch.zeros(3)}, folder / "other.safetensors")
@@ -228,7 +251,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list
     folder = tmp_path_factory.mktemp("arguments")
     (folder / "T").mkdir()
     _files(folder / "T")
-    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    before = {path: path.lstat().st_mtime_ns for path in folder.rglob("*")}
     done = subprocess.run(
         [sys.executable, "-c", CODE],
         input=json.dumps([arguments for arguments, _ in WRONG.values()]),
@@ -240,7 +263,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list
     assert done.returncode == 0, done.stderr
     yield dict(zip(WRONG, json.loads(done.stdout), strict=True))
     # nothing was written, or left
-    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+    assert {path: path.lstat().st_mtime_ns for path in folder.rglob("*")} == before
 
 
 @pytest.mark.parametrize("name", WRONG)

@@ -1,8 +1,12 @@
 """`isomodels check` and `isomodels convert`: answers for people and machines, exit codes."""
 
 import json
+import os
+import shutil
 import subprocess
 import sys
+import tempfile
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -12,11 +16,13 @@ from typer.testing import CliRunner
 
 import isomodels
 from isomodels.cli.convert import parse_size
+from isomodels.cli.files import check_folder
 from isomodels.cli.main import app
 from isomodels.errors import UnsupportedError
+from isomodels.stored_weights import open_weights
 from tests.checkpoints import make_mimo, make_qwen3
 from tests.weights.conftest import SIZES
-from tests.weights.support import edit_config, raw_folder
+from tests.weights.support import as_nobody, edit_config, raw_folder
 
 
 @pytest.fixture
@@ -261,12 +267,54 @@ def test_inspect_names_all_that_is_missing_or_unknown(checkpoint, tmp_path, form
     assert len(lines) == missing + unknown
 
 
+def test_names_that_would_write_on_the_terminal(checkpoint: Path, tmp_path: Path) -> None:
+    """A tensor's name, and an object's in common.pt, are anyone's text."""
+    file = checkpoint / "model.safetensors"
+    tensors = load_file(file)
+    bad = {"two\nlines": torch.zeros(1), "\x1b[2Jclear": torch.zeros(1), "x" * 9999: torch.zeros(1)}
+    run("convert", checkpoint, tmp_path / "there", "--to", "megatron")
+    save_file(tensors | bad, file)
+    for command in (("check", checkpoint), ("convert", checkpoint, tmp_path / "out")):
+        message = refused(*command)
+        assert message.count("\n") == 1
+        assert message.strip().isprintable()
+        assert len(message) < 1000
+    shown = run("inspect", checkpoint)
+    assert all(line.isprintable() and len(line) < 400 for line in shown.stdout.splitlines())
+    assert len(shown.stdout.splitlines()) == len(bad)
+    with zipfile.ZipFile(tmp_path / "there" / "common.pt", "w") as archive:
+        archive.writestr("common/data.pkl", b"c[/x]\n[bold]\n.")
+    shown = run("inspect", tmp_path / "there")
+    assert shown.exit_code == 0, shown.output
+    assert "it names [/x].[bold], which is no part of the format" in shown.stdout
+
+
+def test_a_folder_that_may_be_listed_but_not_entered(checkpoint: Path) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        os.chmod(name, 0o755)
+        folder = Path(name) / "closed"
+        shutil.copytree(checkpoint, folder)
+        (folder / "latest_checkpointed_iteration.txt").write_text("1")
+        (folder / "latest_checkpointed_iteration.txt").chmod(0)
+        for mode, file in ((0o644, ""), (0o755, "/latest_checkpointed_iteration.txt")):
+            folder.chmod(mode)
+            status, text = as_nobody(lambda: open_weights(folder))
+            assert status != 0
+            last = text.strip().splitlines()[-1]
+            assert "CheckpointError: cannot read " in last
+            assert last.endswith(f"{file or '/.metadata'}: Permission denied")
+            if not file:
+                status, text = as_nobody(lambda: check_folder(folder))
+                assert f"CheckpointError: cannot read {folder}: Permission denied" in text
+
+
 def test_inspect_of_nothing(tmp_path: Path) -> None:
     assert "there is no folder" in refused("inspect", tmp_path / "none")
 
 
 def test_convert_refuses(checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to("loop")
     before = raw_folder(checkpoint)
     for arguments, message in (
         ((checkpoint,), "is the source itself"),
@@ -274,6 +322,13 @@ def test_convert_refuses(checkpoint: Path, tmp_path: Path) -> None:
         ((tmp_path / "file",), "is a file"),
         ((tmp_path / "file" / "below",), "cannot write"),
         (("/proc/isomodels",), "cannot write /proc/isomodels"),
+        ((tmp_path / "loop",), "cannot write"),
+        ((tmp_path / "loop" / "below",), "cannot write"),
+        # a dry run says what the real one would
+        ((checkpoint, "--dry-run"), "is the source itself"),
+        ((checkpoint / "sub", "--dry-run"), "lie one in the other"),
+        ((tmp_path / "file", "--dry-run"), "is a file"),
+        ((tmp_path, "--to", "megatron", "--dry-run"), "exists and is no checkpoint"),
         ((tmp_path / "out", "--like", checkpoint), "--like is for Megatron folders"),
         ((tmp_path / "out", "--experts", "apart"), "Qwen3ForCausalLM has no experts"),
         ((tmp_path / "out", "--experts", "fused", "--dry-run"), "Qwen3ForCausalLM has no experts"),

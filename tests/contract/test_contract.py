@@ -1,6 +1,9 @@
 """The contract: which digest a change moves, what is refused, and that it tells the truth."""
 
 import json
+import os
+import re
+import threading
 from dataclasses import replace
 from importlib import import_module
 
@@ -214,6 +217,110 @@ def test_the_command(tmp_path):
         refused = run(app, ["contract", *wrong])
         assert refused.exit_code == 2
         assert refused.stderr.startswith("error: ")
+
+
+def test_a_contract_of_the_model_alone_is_shown(tmp_path):
+    """What a conversion writes beside the weights of a source that was never run."""
+    full = contract_of(tiny("Qwen3ForCausalLM"))
+    part, whole = tmp_path / "part", tmp_path / "whole"
+    part.write_text(Contract(full.semantic, {}, {}).to_json())
+    whole.write_text(full.to_json())
+    shown = CliRunner().invoke(app, ["contract", "show", str(part)])
+    assert shown.exit_code == 0, shown.output
+    assert [line.split() for line in shown.stdout.splitlines()] == [
+        ["semantic", full.digests["semantic"]],
+        ["numerical_policy", "not", "stated"],
+        ["deployment", "not", "stated"],
+        ["architecture", "Qwen3ForCausalLM"],
+    ]
+    told = CliRunner().invoke(app, ["contract", "diff", str(part), str(whole)])
+    assert told.exit_code == 1
+    assert told.stdout.endswith("differs in deployment, numerical_policy\n")
+    with pytest.raises(ContractError, match="the trainer's contract states no deployment"):
+        require_same(Contract(full.semantic, full.numerical_policy, {}), full)
+
+
+def test_a_pipe_is_read(tmp_path):
+    """As the shell's `<(ssh engine isomodels contract show ...)` gives one."""
+    text, pipe = contract_of(tiny("Qwen3ForCausalLM")).to_json(), tmp_path / "pipe"
+    (tmp_path / "file").write_text(text)
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=lambda: pipe.write_text(text), daemon=True)
+    writer.start()
+    told = CliRunner().invoke(app, ["contract", "diff", str(pipe), str(tmp_path / "file")])
+    assert (told.exit_code, told.stdout) == (0, "no difference\n"), told.output
+
+
+def _with(section, path, value):
+    """A contract with sound digests whose value at a path is another; None: is absent."""
+
+    def make(document):
+        place = document[section]
+        for key in path[:-1]:
+            place = place[key]
+        if value is None:
+            del place[path[-1]]
+        else:
+            place[path[-1]] = value
+        sections = (document[name] for name in ("semantic", "numerical_policy", "deployment"))
+        return Contract(*sections).to_json()
+
+    return make
+
+
+def _nested(depth):
+    return lambda _: (
+        '{"format":1,"semantic":'
+        + '{"a":' * depth
+        + "1"
+        + "}" * depth
+        + ',"numerical_policy":{},"deployment":{},"digests":{}}'
+    )
+
+
+# No contract, and what the message must say of it.
+NONE = {
+    "nothing": (lambda _: "", "is no JSON"),
+    "null": (lambda _: "null", "is no contract of format 1"),
+    "a list": (lambda _: "[]", "is no contract of format 1"),
+    "a config": (lambda _: json.dumps(tiny("Qwen3ForCausalLM")), "is no contract of format 1"),
+    "bytes": (lambda _: b"\x93\xff\x00", "is no JSON"),
+    "half a character": (_with("semantic", ["architecture"], "\ud800"), "is no JSON"),
+    **{f"{n} deep": (_nested(n), "") for n in (300, 450, 600, 900, 100_000)},
+    "no architecture": (_with("semantic", ["architecture"], None), "semantic has no architecture"),
+    "pinned": (_with("numerical_policy", ["pinned"], []), "numerical_policy.pinned is no object"),
+    "no forms": (_with("numerical_policy", ["forms"], None), "numerical_policy has no forms"),
+    "calls": (
+        _with("numerical_policy", ["forms", "packed", "forward", "linear"], "7"),
+        "numerical_policy.forms.packed.forward.linear is no whole number",
+    ),
+    "version": (
+        _with("numerical_policy", ["schedules", "linear", "version"], True),
+        "numerical_policy.schedules.linear.version is no whole number",
+    ),
+    "degrees": (
+        _with("numerical_policy", ["layouts", "tensor_parallel"], [1, "2"]),
+        r"numerical_policy.layouts.tensor_parallel\[1\] is no whole number",
+    ),
+    "host": (_with("deployment", ["host"], "vllm"), "deployment.host is no object"),
+}
+
+
+@pytest.mark.parametrize("kind", NONE)
+def test_what_is_no_contract_is_one_sentence(tmp_path, kind):
+    """On either side of a `diff`, and to `show`."""
+    make, message = NONE[kind]
+    good, bad = contract_of(tiny("Qwen3ForCausalLM")), tmp_path / "bad.json"
+    text = make(json.loads(good.to_json()))
+    bad.write_bytes(text if isinstance(text, bytes) else text.encode())
+    (tmp_path / "good.json").write_text(good.to_json())
+    for arguments in (["show", bad], ["diff", bad, "good.json"], ["diff", "good.json", bad]):
+        paths = [str(tmp_path / one) if one == "good.json" else str(one) for one in arguments]
+        told = CliRunner().invoke(app, ["contract", *paths])
+        assert (told.exit_code, told.stdout) == (2, ""), told.output
+        assert told.stderr.startswith(f"error: {bad}")
+        assert told.stderr.count("\n") == 1
+        assert re.search(message, told.stderr)
 
 
 def test_a_device_that_is_not_here_is_refused():

@@ -158,3 +158,27 @@ def test_other_config_is_named(engine, tmp_path):
     assert json.loads((path / "config.json").read_text())["rope_theta"] == 10000
     with pytest.raises(CheckpointError, match=r"config\.json differs"):
         engine.reload(path)
+
+
+WRONG = (
+    {"kwargs": {"path": "x"}},
+    {"kwargs": {"weights_path": 5}},
+    {"kwargs": {"weights_path": ["x"]}},
+    {"kwargs": {"weights_iterator": "x"}},
+    {"kwargs": {"weights_iterator": [], "is_checkpoint_format": False}},
+    {"kwargs": ["x"]},
+    {"args": ("x",)},
+    {"args": (None, None, False)},
+    {"args": (None, None, True, 1)},
+)
+
+
+def test_wrong_arguments_change_nothing(engine, cores):
+    """As anyone may send them over HTTP, or a script that was written for stock vLLM."""
+    engine.run([PROMPT])
+    for given in WRONG:
+        with pytest.raises(CheckpointError, match="takes the folder of a checkpoint as weights_pa"):
+            engine.llm.collective_rpc("reload_weights", **given)
+    (hit,) = engine.run([PROMPT])
+    assert hit.num_cached_tokens == 48
+    assert_equal_bits(cores[0], [hit])

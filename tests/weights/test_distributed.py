@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,13 @@ from hypothesis import strategies as st
 from isomodels.errors import CheckpointError
 from isomodels.weights_conv import dist_write
 from isomodels.weights_conv.bits import HeldTensors
-from isomodels.weights_conv.dist_metadata import _covers, find_distributed, read_metadata
+from isomodels.weights_conv.dist_metadata import (
+    _covers,
+    find_distributed,
+    read_common,
+    read_metadata,
+)
+from isomodels.weights_conv.dist_names import COMMON
 from isomodels.weights_conv.dist_read import DistributedFiles
 from isomodels.weights_conv.dist_write import write_distributed
 from tests.weights.dcp import grid, write_dcp
@@ -99,6 +106,14 @@ FAULTS = {
         lambda m: setattr(first_place(m), "transform_descriptors", ["zstd"]),
         "compressed or encrypted",
     ),
+    "no strides": (
+        lambda m: setattr(m.state_dict_metadata["a"], "size", (0, 2**61, 2**61)),
+        "is no shape",
+    ),
+    "a name of two lines": (
+        lambda m: m.state_dict_metadata.update({"x\n\x1b[2J": m.state_dict_metadata["a"]}),
+        r"x\\n\\x1b\[2J: nothing tells where",
+    ),
     "no dtype": (
         lambda m: setattr(m.state_dict_metadata["b"].properties, "dtype", "float32"),
         "the dtype of b is 'float32'",
@@ -149,3 +164,25 @@ def test_other_formats_are_named(tmp_path: Path) -> None:
     (folder / "metadata.json").unlink()
     with pytest.raises(CheckpointError, match=r"has no metadata\.json: a save was cut off"):
         read_metadata(folder)
+
+
+def test_a_compressed_archive_is_refused(tmp_path: Path) -> None:
+    """It could fill the memory from a file of a few bytes; torch.save compresses nothing."""
+    folder = stored(tmp_path)
+    torch.save({"iteration": 7}, folder / COMMON)
+    assert read_common(folder) == {"iteration": 7}
+    with zipfile.ZipFile(folder / COMMON, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("common/data.pkl", pickle.dumps([0] * 10**6))
+    with pytest.raises(CheckpointError, match=r"common\.pt: .*is compressed"):
+        read_common(folder)
+    file = folder / "z.distcp"
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data/0", bytes(10**6))
+
+    def move(metadata) -> None:
+        for place in metadata.storage_data.values():
+            place.relative_path, place.offset, place.length = file.name, 0, file.stat().st_size
+
+    change(folder, move)
+    with pytest.raises(CheckpointError, match=r"z\.distcp is damaged at a .*is compressed"):
+        DistributedFiles(folder).read("a")
