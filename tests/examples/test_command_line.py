@@ -2,14 +2,17 @@
 
 import json
 import os
+import subprocess
 import sys
 from argparse import Namespace
 from pathlib import Path
 from types import ModuleType
 
+import psutil
 import pytest
 
 from isomodels.errors import CheckpointError
+from tests.examples.conftest import SCRIPT
 
 # Each option of a run with another value than its default.
 OTHERS = {
@@ -157,6 +160,37 @@ def test_what_a_run_started_does_not_hold_its_folder(command_line, parse, tmp_pa
     os.close(writing)
     os.close(reading)
     os.waitpid(child, 0)
+
+
+PARENT = """
+import multiprocessing, os, time
+from command_line import die_with_parent
+
+def wait():
+    die_with_parent()
+    print(os.getpid(), flush=True)
+    time.sleep(600)
+
+if __name__ == "__main__":
+    multiprocessing.get_context("spawn").Process(target=wait).start()
+"""
+
+
+def test_a_process_of_the_engine_ends_with_a_run_that_is_killed(tmp_path):
+    script = tmp_path / "parent.py"
+    script.write_text(PARENT)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SCRIPT.parent), *sys.path])}
+    with subprocess.Popen(
+        [sys.executable, script], stdout=subprocess.PIPE, env=environment
+    ) as parent:
+        assert parent.stdout is not None
+        child = psutil.Process(int(parent.stdout.readline()))
+        assert child.ppid() == parent.pid
+        parent.kill()
+    _, alive = psutil.wait_procs([child], timeout=30)
+    for one in alive:
+        one.kill()
+    assert not alive
 
 
 def test_a_log_and_a_state_that_do_not_fit_are_refused(command_line, tmp_path):
