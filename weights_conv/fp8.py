@@ -71,8 +71,9 @@ def dequantise(
         [N, K] in `dtype`.
     """
     rows, columns = weight.shape
-    scales = scale_inv.repeat_interleave(block[0], 0)[:rows]
-    scales = scales.repeat_interleave(block[1], 1)[:, :columns]
+    # no more than there are: a config may state blocks of any size
+    scales = scale_inv.repeat_interleave(min(block[0], rows), 0)[:rows]
+    scales = scales.repeat_interleave(min(block[1], columns), 1)[:, :columns]
     return (weight.float() * scales).to(dtype)
 
 

@@ -92,6 +92,9 @@ def test_values_are_products_of_block_and_scale(folders):
     scales = torch.tensor([[1.0, 10.0], [100.0, 1000.0]])
     right = torch.tensor([[2.0] * 3 + [20] * 2] * 2 + [[200.0] * 3 + [2000] * 2])
     assert_same_bits(dequantise(weight, scales, (2, 3), torch.float32), right)
+    # a block that is larger than any tensor takes no memory of its size
+    large = dequantise(weight, torch.tensor([[0.5]]), (1 << 45, 1 << 44), torch.float32)
+    assert_same_bits(large, torch.ones(3, 5))
 
 
 def test_convert_and_save_write_plain_checkpoints(folders, tmp_path):
