@@ -33,6 +33,7 @@ class EngineTrace:
         self.recorder = Recorder(core, most, captures=captured)
         self.recorder.tolerant = True  # a fault of a recording must not end the engine
         self.collector: Collector | None = None
+        self._replaced: Any = None
 
     def start(self, runner: Any, choice: Choice) -> None:
         """Collect the chosen tokens of every step from now on.
@@ -50,6 +51,7 @@ class EngineTrace:
         self.recorder.armed = False
         collector = self.collector = Collector(self.recorder, choice)
         execute = runner.execute_model
+        self._replaced = vars(runner).get("execute_model")
 
         def traced(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
             starts = _starts(scheduler_output)
@@ -95,7 +97,9 @@ class EngineTrace:
         if self.collector is None:
             raise TraceError("no recording is under way: call isomodels_trace_start first")
         collector, self.collector = self.collector, None
-        del runner.execute_model  # the class's own again
+        del runner.execute_model  # the class's own again, or another watcher's
+        if self._replaced is not None:
+            runner.execute_model = self._replaced
         self.recorder.armed = False
         recording = collector.finish(about)
         recording.save(path)

@@ -146,6 +146,23 @@ def test_chosen_requests_and_positions(engine, core, tmp_path):
     assert (found.tokens, found.differing) == (3, 0)
 
 
+def test_a_recording_leaves_another_watcher_of_the_runner_in_place(engine, tmp_path):
+    seen, execute = [], engine._runner.execute_model
+
+    def watched(*args, **kwargs):
+        seen.append(1)
+        return execute(*args, **kwargs)
+
+    engine._runner.execute_model = watched
+    try:
+        recorded(engine, tmp_path / "engine", REQUESTS[:1])
+        before = len(seen)
+        engine.run(REQUESTS[:1], seed=1)
+    finally:
+        del engine._runner.execute_model
+    assert 0 < before < len(seen)
+
+
 def test_what_served_is_what_the_contract_requests(engine, monkeypatch):
     contract = contract_of(TRAINED, DEVICE)
     engine.run(REQUESTS[:1], seed=1)
