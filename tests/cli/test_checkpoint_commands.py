@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ import isomodels
 from isomodels.cli.convert import parse_size
 from isomodels.cli.files import check_folder
 from isomodels.cli.main import app
+from isomodels.cli.progress import byte_bar
 from isomodels.errors import UnsupportedError
 from isomodels.stored_weights import open_weights
 from tests.checkpoints import make_mimo, make_qwen3
@@ -188,6 +190,31 @@ def test_convert_to_megatron_and_back(checkpoint: Path, tmp_path: Path) -> None:
     assert "exists and is no checkpoint" in refused("convert", checkpoint, there)
     assert "exists and is no checkpoint" in refused("convert", there, back, "--to", "megatron")
     assert run("convert", checkpoint, there, "--to", "megatron").exit_code == 0
+
+
+@pytest.mark.parametrize("target", ["hf", "megatron"])
+@pytest.mark.parametrize("verify", [True, False])
+def test_the_bar_runs_to_its_end(checkpoint, tmp_path, monkeypatch, target, verify) -> None:
+    """Every byte that is written, and that is compared, moves it; it shows on a terminal alone."""
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich: as on a terminal
+    seen: list[int] = []
+
+    @contextmanager
+    def bar(label: str, total: int):
+        with byte_bar(label, total) as advance:
+            yield lambda count: (seen.append(count), advance(count))
+        assert sum(seen) == total
+
+    monkeypatch.setattr("isomodels.cli.progress.byte_bar", bar)
+    how = [] if verify else ["--no-verify"]
+    done = run("convert", checkpoint, tmp_path / "out", "--to", target, "--json", *how)
+    assert done.exit_code == 0, done.output
+    assert "Converting" in done.stderr
+    facts = json.loads(done.stdout)
+    assert sum(seen) == facts["bytes"] * (1 + verify)
+    assert facts["bytes"] == sum(
+        t.nbytes for t in load_file(checkpoint / "model.safetensors").values()
+    )
 
 
 def test_convert_dry_run(checkpoint: Path, tmp_path: Path) -> None:
