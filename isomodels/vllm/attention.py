@@ -21,6 +21,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
 
 from isomodels.batch import Batch, PagedKV
+from isomodels.errors import UnsupportedError
 
 
 @dataclass
@@ -32,7 +33,11 @@ class StepMetadata:
 
 
 class BatchBuilder(AttentionMetadataBuilder[StepMetadata]):
-    """Builds the `Batch` of a step from device tensors, without reading one back."""
+    """Builds the `Batch` of a step from device tensors, without reading one back.
+
+    Raises:
+        UnsupportedError: the layers are not all of the model's that have pages.
+    """
 
     # A captured graph holds the tensors of its batch, which vLLM fills anew for each replay.
     _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
@@ -47,6 +52,11 @@ class BatchBuilder(AttentionMetadataBuilder[StepMetadata]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         layers = vllm_config.compilation_config.static_forward_context
         self.layers = [layers[name] for name in layer_names]
+        if len(self.layers) != sum(isinstance(layer, CacheLayer) for layer in layers.values()):
+            raise UnsupportedError(
+                "isomodels: vLLM split the attention layers over several caches, which happens "
+                "where they outnumber the recurrent layers: that is not supported"
+            )
 
     def build(
         self,

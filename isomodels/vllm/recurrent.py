@@ -224,12 +224,6 @@ class IsoModelsHybridForCausalLM(IsoModelsForCausalLM):
     def step(self, metadata: dict[str, Any]) -> StepMetadata:
         """The step of the attention layers, with the states of the others."""
         step = super().step(metadata)
-        assert step.batch.paged is not None
-        if len(step.batch.paged.caches) != len(self.config.layers_of("full_attention")):
-            raise UnsupportedError(
-                "isomodels: vLLM split the attention layers over several caches, which happens "
-                "where they outnumber the recurrent layers: that is not supported"
-            )
         layers = [layer for layer in self.layers if isinstance(layer, StateLayer)]
         states = PagedStates(
             # Read at each step: vLLM binds the states after the model exists.

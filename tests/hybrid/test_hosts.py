@@ -97,6 +97,21 @@ def test_the_tensors_of_a_state_lie_apart_in_its_block():
         assert not pages[:, size:].any()
 
 
+def test_attention_layers_over_several_caches_are_refused_at_start():
+    # A step has one table of blocks for all of them.
+    pytest.importorskip("vllm")
+    from isomodels.vllm.attention import BatchBuilder, CacheLayer
+    from isomodels.vllm.recurrent import StateLayer
+
+    layers = {str(i): CacheLayer(str(i), 2, 64, torch.float32) for i in range(3)}
+    layers["3"] = StateLayer("3", (((2,), torch.float32),))
+    compilation = SimpleNamespace(static_forward_context=layers)
+    config = SimpleNamespace(compilation_config=compilation)
+    assert len(BatchBuilder(None, ["0", "1", "2"], config, None).layers) == 3
+    with pytest.raises(UnsupportedError, match="split the attention layers over several caches"):
+        BatchBuilder(None, ["0", "1"], config, None)
+
+
 @pytest.mark.slow
 def test_engine_without_prefix_caching(checkpoint, ours):
     # vLLM then keeps one block a sequence and never copies it.

@@ -138,6 +138,43 @@ def test_quantised_weights_are_refused_with_a_remedy(checkpoint, name):
     assert read_config(raw | {"quantization_config": None})[1] == read_config(raw)[1]
 
 
+def in_a_multimodal_file(text, folder):
+    """A text checkpoint as released multimodal ones hold it, with a vision tower beside."""
+    raw, found = text_of(text), load_file(text / "model.safetensors")
+    outer = text_of(make("multimodal", folder, torch.bfloat16))
+    tower = load_file(folder / "model.safetensors")
+    architecture = raw.pop("architectures")[0].replace("CausalLM", "ConditionalGeneration")
+    outer |= {
+        "architectures": [architecture],
+        "model_type": raw["model_type"].removesuffix("_text"),
+        "text_config": raw,
+        "tie_word_embeddings": raw["tie_word_embeddings"],
+    }
+    (folder / "config.json").write_text(json.dumps(outer))
+    found = {n.replace("model.", "model.language_model.", 1): t for n, t in found.items()}
+    rewrite(folder, found | {n: t for n, t in tower.items() if n.startswith("model.visual.")})
+    return folder
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5-tied", "qwen3_5_moe"])
+def test_the_text_of_a_multimodal_file_is_the_text_model(tmp_path, name):
+    text = make(name, tmp_path / "text", torch.bfloat16, **changed(name, {}))
+    if name == "qwen3_5_moe":
+        rewrite(text, fused(load_file(text / "model.safetensors"), "model."))
+    folder, ids = in_a_multimodal_file(text, tmp_path / "whole"), tokens(70, vocab=64)
+    assert_round_trip(open_checkpoint(folder))
+    alone, inside = (load_checkpoint(one).requires_grad_(False) for one in (text, folder))
+    assert_same_bits(
+        results(inside, run_packed(inside, ids)), results(alone, run_packed(alone, ids))
+    )
+    carrying = load_checkpoint(folder, carry_mtp=True)
+    save_checkpoint(carrying, tmp_path / "saved", like=folder)
+    assert (
+        load_file(tmp_path / "saved" / "model.safetensors").keys()
+        == load_file(folder / "model.safetensors").keys()
+    )
+
+
 def fused(tensors, inside):
     """Experts below names that contain `inside` as transformers 5 fuses them, the rest as it is."""
     found, experts = {}, {}
