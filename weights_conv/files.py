@@ -230,7 +230,20 @@ def _compare(path: Path, listed: dict[str, str], files: Mapping[str, _File]) -> 
         raise CheckpointError(f"{path}: {INDEX} and its files disagree: {'; '.join(told)}")
 
 
+def refuse_undecodable(path: Path) -> None:
+    """safetensors opens no file whose path is not UTF-8.
+
+    Raises:
+        CheckpointError: naming the path.
+    """
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise CheckpointError(f"{str(path)!a} is no UTF-8 text: rename it") from None
+
+
 def _open(path: Path) -> _File:
+    refuse_undecodable(path)
     try:
         handle = path.open("rb", buffering=0)
         with safe_open(path, framework="pt") as checked:  # the library checks the whole header

@@ -27,6 +27,7 @@ from isomodels.weights_conv.files import (
     INDEX,
     TensorFiles,
     read_tensors,
+    refuse_undecodable,
     replaced_name,
 )
 from isomodels.weights_conv.shards import Progress, plan_shards, write_shards
@@ -163,6 +164,7 @@ def _refuse_full_disk(path: Path, size: int) -> None:
 
 
 def _refuse_bad_place(path: Path, beside: Path | None, distributed: bool) -> None:
+    refuse_undecodable(path)
     if path.exists() and not path.is_dir():
         raise CheckpointError(f"{path} is a file: give a folder to write to")
     if os.path.ismount(path):

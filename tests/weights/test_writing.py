@@ -239,48 +239,6 @@ def test_an_empty_folder_is_a_place_to_write(tmp_path: Path) -> None:
     assert raw_folder(tmp_path / "out") == expected(OLD)
 
 
-@pytest.mark.parametrize("kind", ["link", "file"])
-def test_something_else_under_the_hidden_name(tmp_path: Path, kind: str) -> None:
-    """A link there must not have the folder behind it emptied."""
-    hidden, other = tmp_path / ".out.isomodels-partial", tmp_path / "other"
-    other.mkdir()
-    (other / "precious").write_text("kept")
-    if kind == "link":
-        hidden.symlink_to(other)
-    else:
-        hidden.write_text("kept")
-    with pytest.raises(CheckpointError, match=f"^{hidden}, where .* is a file or a link: remove"):
-        write_checkpoint(tmp_path / "out", OLD)
-    assert (hidden / "precious" if kind == "link" else hidden).read_text() == "kept"
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.timeout(30)
-def test_a_pipe_in_a_folder_that_is_replaced(tmp_path: Path) -> None:
-    """Opening it would wait for a writer, for ever."""
-    out = checkpoint(tmp_path / "out")
-    os.mkfifo(out / "pipe")
-    write_checkpoint(out, NEW, like=out)
-    assert raw_folder(out) == expected(NEW)
-    assert stat.S_ISFIFO((out / "pipe").stat().st_mode)
-
-
-def test_named_chat_templates_are_copied(tmp_path: Path) -> None:
-    """As transformers saves a tokenizer that has several."""
-    source = checkpoint(tmp_path / "source")
-    templates = source / "additional_chat_templates"
-    templates.mkdir()
-    (templates / "tool_use.jinja").write_text("{{ tools }}")
-    (templates / "model.safetensors").write_text("no template")
-    (source / "onnx").mkdir()
-    write_checkpoint(tmp_path / "out", NEW, like=source)
-    copied = tmp_path / "out" / templates.name
-    assert [(f.name, f.read_text()) for f in copied.iterdir()] == [
-        ("tool_use.jinja", "{{ tools }}")
-    ]
-    assert [f.name for f in (tmp_path / "out").iterdir() if f.is_dir()] == [templates.name]
-
-
 def test_an_unwritable_folder() -> None:
     with tempfile.TemporaryDirectory() as name:
         os.chmod(name, 0o755)
