@@ -94,6 +94,7 @@ def test_the_tensors_of_a_state_lie_apart_in_its_block():
             assert (x[2] == i + 1).all()
             assert not x[[0, 1, 3]].any()
             assert x.data_ptr() % 16 == pages.data_ptr() % 16
+        assert pages[2].any()  # of this binding, not of the one before
         assert not pages[:, size:].any()
 
 
