@@ -9,6 +9,7 @@ from torch import Tensor
 # Of a column's multiplier; `digest_triton` has them too.
 GOLDEN = 0x1E3779B97F4A7C15
 MIXER = 0x3F58476D1CE4E5B9
+TOGETHER = 12  # tensors of one launch at most
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK = 1 << 21  # elements at a time: their 64-bit terms take 8 bytes each
@@ -37,7 +38,7 @@ def row_digests(x: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def add_digests(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """`row_digests` of several tensors of as many rows: on a GPU in one launch.
+    """`row_digests` of several tensors of as many rows: on a GPU in few launches.
 
     Args:
         pairs: x [T, ...] and [T] int64, to which its digests are added.
@@ -46,7 +47,8 @@ def add_digests(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     if filled and filled[0][0].is_cuda:
         from isomodels.trace.digest_triton import add_row_digests
 
-        add_row_digests(filled)
+        for first in range(0, len(filled), TOGETHER):
+            add_row_digests(filled[first : first + TOGETHER])
         return
     for words, out in filled:
         factors = multipliers(words.shape[1])

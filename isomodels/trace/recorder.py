@@ -19,11 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from isomodels.batch import Batch
 from isomodels.errors import TraceError
 from isomodels.layers.parallel import named_tensors
-from isomodels.trace.digest import add_digests, row_digests, tensor_digest
+from isomodels.trace.digest import TOGETHER, add_digests, row_digests, tensor_digest
 
 _NAMESPACE = "isomodels"
 _BLOCK = 64  # columns that are made and cleared together
-_TOGETHER = 12  # tensors that are digested in one launch: a decode step's are small
 _BATCH = "batch"  # an input that says where tokens lie: it differs from host to host
 _CONSTANT = "constant"
 
@@ -206,7 +205,7 @@ class _Run(TorchDispatchMode):
             row_digests(each, slot)
         elif len(tensor) == rows:
             self.pending.append((tensor, slot))
-            if len(self.pending) == _TOGETHER:
+            if len(self.pending) == TOGETHER:
                 self.flush()
         else:
             raise TraceError(

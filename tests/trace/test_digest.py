@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from isomodels.trace.digest import GOLDEN, MIXER, row_digests, tensor_digest
+from isomodels.trace.digest import GOLDEN, MIXER, add_digests, row_digests, tensor_digest
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int32, torch.int64, torch.uint8]
 MASK = (1 << 64) - 1
@@ -105,23 +105,21 @@ def test_the_gpu_kernel_in_the_interpreter():
     pytest.importorskip("triton")
     code = """
 import torch
-from isomodels.trace.digest import _as_rows, row_digests
+from isomodels.trace.digest import TOGETHER, _as_rows, row_digests
 from isomodels.trace.digest_triton import add_row_digests
-dtypes = (torch.float32, torch.bfloat16, torch.int32, torch.int64, torch.uint8)
-for rows in (1, 5, 9):
-    pairs, expected = [], []
-    for dtype in dtypes:
-        for width in (1, 3, 512, 2600):
-            x = torch.randint(0, 200, (rows, width + 3), generator=torch.Generator().manual_seed(1))
-            x = ((x - 100) * 373.7).to(dtype)[:, 1 : width + 1]
-            pairs.append((_as_rows(x), torch.zeros(rows, dtype=torch.int64)))
-            expected.append(row_digests(x))
-    for together in (1, 7):  # one launch for so many
-        for first in range(0, len(pairs), together):
-            add_row_digests(pairs[first : first + together])
-        for (words, out), sums in zip(pairs, expected, strict=True):
-            assert out.equal(sums), (words.dtype, rows, words.shape, together)
-            out.zero_()
+rows, pairs, expected = 9, [], []
+for dtype in (torch.float32, torch.bfloat16, torch.int32, torch.int64, torch.uint8):
+    # (columns, others beside them): in whole words of 16 bytes and not, in two spans
+    for width, more in ((3, 3), (264, 0), (2600, 8) if dtype.is_floating_point else (1, 0)):
+        x = torch.randint(0, 200, (rows, width + more), generator=torch.Generator().manual_seed(1))
+        x = ((x - 100) * 373.7).to(dtype)[:, more % 8 : width + more % 8]
+        pairs.append((_as_rows(x), torch.zeros(rows, dtype=torch.int64)))
+        expected.append(row_digests(x))
+for first in range(0, len(pairs), TOGETHER):  # the second launch is not full
+    add_row_digests(pairs[first : first + TOGETHER])
+assert TOGETHER < len(pairs) < 2 * TOGETHER
+for (words, out), sums in zip(pairs, expected, strict=True):
+    assert out.equal(sums), (words.dtype, words.shape)
 """
     import os
 
@@ -138,3 +136,8 @@ def test_a_gpu_has_the_digests_of_the_cpu():
         for shape in ((1, 1), (300, 4096), (7, 3, 129), (256, 151936)):
             x = draw(dtype, *shape)
             assert row_digests(x.cuda()).cpu().equal(row_digests(x))
+    several = [draw(dtype, 77, width) for dtype in DTYPES for width in (1, 1000, 1001, 4096)]
+    pairs = [(x.cuda(), torch.zeros(77, dtype=torch.int64, device="cuda")) for x in several]
+    add_digests(pairs)
+    for x, (_, out) in zip(several, pairs, strict=True):
+        assert out.cpu().equal(row_digests(x)), (x.dtype, x.shape)
