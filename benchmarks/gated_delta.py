@@ -1,7 +1,7 @@
 """Rows of the gated delta rule, with the heads and sizes of Qwen3.5-35B-A3B.
 
-A decode's baseline is a fused recurrence, one pass over the fp32 state, at the memory's limit; that
-of chunks is flash-linear-attention, where it is installed.
+A decode's baseline is the fastest fused recurrence, one pass over the fp32 state: of our own here,
+vLLM's and flash-linear-attention's, where they are installed. That of chunks is the latter.
 """
 
 # Arguments of kernels have Triton's own types.
@@ -10,6 +10,7 @@ of chunks is flash-linear-attention, where it is installed.
 from collections.abc import Iterator
 from functools import partial
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 import triton
@@ -67,17 +68,46 @@ def decode() -> Iterator[Timing]:
 
 
 def _decodes(count: int, ours: list, arguments: tuple[Tensor, ...], note: str) -> Iterator[Timing]:
-    """Against the faster of two widths of the recurrence."""
-    found = []
+    shape, found = f"{count} sequences x 1 token", []
+    for name, call in _recurrences(count, arguments):
+        timing = against("gated delta rule decode", shape, name, ours, [call], 1.25)
+        note += f"; {name} {1e3 * timing.baseline_ms:.0f} us"
+        found.append(timing)
+    best = min(found, key=lambda timing: timing.baseline_ms)
+    yield Timing(**{**vars(best), "baseline": "the fastest fused recurrence", "note": note})
+
+
+def _recurrences(count: int, arguments: tuple[Tensor, ...]) -> Iterator[tuple[str, Any]]:
+    q, k, v, g, beta, _, state = arguments
     for width in (8, 16):
         grid = (count * HEADS * DIM // width,)
-        theirs = [partial(_recurrence[grid], *arguments, BV=width, num_warps=1)]
-        shape = f"{count} sequences x 1 token"
-        found.append(
-            against("gated delta rule decode", shape, "fused recurrence", ours, theirs, 1.25)
+        call = partial(_recurrence[grid], *arguments, BV=width, num_warps=1)
+        yield f"own, {width} channels a warp", call
+    options: dict[str, Any] = {"initial_state": state, "use_qk_l2norm_in_kernel": True}
+    if find_spec("vllm"):
+        from vllm.third_party.flash_linear_attention.ops import fused_recurrent
+
+        batch = [x[None] for x in (q, k, v, g, beta)]  # [1, T, ...]
+        bounds = torch.arange(count + 1, device="cuda").int()
+        slots = bounds[:-1].clone()
+        places = {"cu_seqlens": bounds, "ssm_state_indices": slots}
+        rule = fused_recurrent.fused_recurrent_gated_delta_rule
+        yield "vLLM's", partial(rule, *batch, **places, **options)
+        mixed = torch.cat([x.flatten(1) for x in (q, k, v)], 1)
+        a, b = (x.bfloat16() for x in (g, beta))
+        head = torch.zeros(HEADS, device="cuda")
+        packed = fused_recurrent.fused_recurrent_gated_delta_rule_packed_decode
+        out = torch.empty(count, 1, HEADS, DIM, device="cuda").bfloat16()
+        rest = (mixed, a, b, head, head, DIM**-0.5, state, out, slots, True)
+        yield "vLLM's with its gates", partial(packed, *rest)
+    if find_spec("fla"):
+        from fla.ops.gated_delta_rule import (  # type: ignore[import-not-found]
+            fused_recurrent_gated_delta_rule as fla_rule,
         )
-    best = min(found, key=lambda timing: timing.baseline_ms)
-    yield Timing(**{**vars(best), "note": note})
+
+        batch = [x[:, None] for x in (q, k, v, g)]  # [B, 1, ...]
+        options |= {"beta": beta[:, None], "output_final_state": True}
+        yield "flash-linear-attention's", partial(fla_rule, *batch, **options)
 
 
 @row("gated delta rule chunks", TEST)
@@ -106,7 +136,7 @@ def _ours(inputs: list[Tensor], bounds: Tensor, grad: Tensor) -> None:
 
 
 def _theirs(inputs: list[Tensor], bounds: Tensor, grad: Tensor) -> None:
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # type: ignore[import-not-found]
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     batch = [x[None] for x in inputs]
     out, _ = chunk_gated_delta_rule(*batch, cu_seqlens=bounds, use_qk_l2norm_in_kernel=True)

@@ -247,11 +247,21 @@ def read_config(source: Path | str | Mapping[str, Any]) -> tuple[ArchSpec, Any]:
         raise ConfigError(f"{where} of {spec.architecture}: {_explain(error)}") from None
 
 
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_LAYERS = ("num_hidden_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers", "depth")
+_MOST = dict.fromkeys((*_EXPERTS, *_LAYERS), 1 << 12)  # each is a row of a table, or a module
+_MOST_TOGETHER = 1 << 18
+
+
 def _huge(fields: Mapping[str, Any]) -> str | None:
-    """The first field whose number no tensor's shape could hold."""
+    """The first field whose number no tensor's shape could hold, or no table of weights."""
     for name, value in fields.items():
-        if isinstance(value, int) and abs(value) >= 1 << 31:
+        if isinstance(value, int) and abs(value) > _MOST.get(name, (1 << 31) - 1):
             return name
+        layers = fields.get("num_hidden_layers")
+        counts = name in _EXPERTS and isinstance(value, int) and isinstance(layers, int)
+        if counts and value * layers > _MOST_TOGETHER:
+            return f"num_hidden_layers times {name}"
         if isinstance(value, dict) and (below := _huge(value)):
             return f"{name}.{below}"
     return None

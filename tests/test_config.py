@@ -8,6 +8,7 @@ import torch
 
 from isomodels.config import read_config
 from isomodels.errors import ConfigError, UnsupportedError
+from isomodels.parity.checkpoints import tiny_config
 
 QWEN3_06B = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -416,3 +417,23 @@ def test_a_field_of_any_kind_is_read_or_named(folder: Path) -> None:
                 except (ConfigError, UnsupportedError):
                     refused += 1
     assert refused > 100
+
+
+@pytest.mark.parametrize(
+    ("architecture", "fields", "named"),
+    [
+        ("Qwen3ForCausalLM", {"num_hidden_layers": 4097}, "num_hidden_layers"),
+        ("Glm4MoeLiteForCausalLM", {"n_routed_experts": 2**31 - 1}, "n_routed_experts"),
+        ("Glm4MoeLiteForCausalLM", {"num_nextn_predict_layers": 10**6}, "num_nextn_predict_layers"),
+        ("Qwen3_5MoeForCausalLM", {"mtp_num_hidden_layers": 10**6}, "mtp_num_hidden_layers"),
+        (
+            "Qwen3_5MoeForCausalLM",
+            {"num_hidden_layers": 4000, "num_experts": 4000},
+            "num_hidden_layers times num_experts",
+        ),
+    ],
+)
+def test_a_model_of_too_many_parts_is_refused_before_they_are_made(architecture, fields, named):
+    raw = tiny_config(architecture) | fields
+    with pytest.raises(ConfigError, match=f": {named} is larger than any size of a model"):
+        read_config(raw)

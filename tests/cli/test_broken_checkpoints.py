@@ -58,6 +58,7 @@ CONFIGS = {
     "model type": (edited(model_type="llama"), "model_type is 'llama'"),
     "text size": (edited(hidden_size="64"), "hidden_size = '64'"),
     "huge": (edited(hidden_size=10**30), "hidden_size is larger than any size"),
+    "layers": (edited(num_hidden_layers=2**31 - 1), "num_hidden_layers is larger than any size"),
     "no layers": (edited(num_hidden_layers=0), "num_hidden_layers = 0"),
     "nan": (edited(rope_theta=float("nan")), "rope_theta = nan"),
     "rope": (edited(rope_scaling=[1]), "rope_scaling is no object"),
