@@ -127,49 +127,65 @@ def _iteration(weights: "Weights") -> int | str | None:
     return found if isinstance(found, int) else None
 
 
-def _memory(weights: "Weights") -> list[dict[str, int]]:
+def _memory(weights: "Weights") -> list[dict[str, int | None]]:
     """Bytes on one GPU in each parallel layout, without activations and caches.
 
-    "engine" are the weights that run. A trainer also holds what is carried, fp32 gradients and
-    Adam's two fp32 moments, of bfloat16 weights an fp32 copy too; of "trainer_sharded", eight data
-    parallel ranks divide the moments and the copies.
+    "engine" are the weights that run; None with pipeline stages, which engines refuse. A trainer
+    also holds what is carried, fp32 gradients and Adam's two fp32 moments, of bfloat16 weights an
+    fp32 copy too; of "trainer_sharded", eight data parallel ranks divide the moments and the
+    copies. Of pipeline stages, the fullest.
     """
-    import torch
-
-    from isomodels.layers.parallel import (
-        ExpertParallel,
-        Layout,
-        TensorParallel,
-        expert_degrees,
-        tensor_degrees,
-    )
+    from isomodels.layers.parallel import expert_degrees, tensor_degrees
     from isomodels.registry import load_object
 
-    model, config = load_object(weights.spec.model), weights.config
-    cut = "layout" in signature(model).parameters
-    found = []
-    for tensor, experts in product(
+    config, layers = weights.config, weights.config.num_hidden_layers
+    cut = "layout" in signature(load_object(weights.spec.model)).parameters
+    found: list[dict[str, int | None]] = []
+    for tensor, experts, stages in product(
         [n for n in _DEGREES if n in (tensor_degrees(config) if cut else [1])],
         [n for n in _DEGREES if n in (expert_degrees(config) if cut else [1])],
+        [n for n in _DEGREES if cut and layers % n == 0] or [1],
     ):
-        layout = Layout(TensorParallel(0, tensor), ExpertParallel(0, experts))
-        options = {"layout": layout} if cut else {}
-        with torch.device("meta"):
-            core = model(config, dtype=config.torch_dtype, carry_mtp=True, **options)
-        run = list(core.parameters())
-        count = sum(p.numel() for p in run)
-        states = 8 * count + 4 * sum(p.numel() for p in run if p.itemsize < 4)
-        held = sum(p.nbytes for p in run) + sum(b.nbytes for b in core.buffers()) + 4 * count
+        parts = [_held(weights, tensor, experts, n, stages, cut) for n in range(stages)]
+        engine, trainer, sharded = (max(held) for held in zip(*parts, strict=True))
         found.append(
             {
                 "tensor_parallel": tensor,
                 "expert_parallel": experts,
-                "engine": sum(p.nbytes for p in run),
-                "trainer": held + states,
-                "trainer_sharded": held + states // _RANKS,
+                "pipeline_parallel": stages,
+                "engine": engine if stages == 1 else None,
+                "trainer": trainer,
+                "trainer_sharded": sharded,
             }
         )
     return found
+
+
+def _held(
+    weights: "Weights", tensor: int, experts: int, number: int, stages: int, cut: bool
+) -> tuple[int, int, int]:
+    """Bytes of the first rank of stage `number`: of an engine, a trainer, a sharded trainer."""
+    import torch
+
+    from isomodels.layers.parallel import ExpertParallel, Layout, Stage, TensorParallel
+    from isomodels.registry import load_object
+
+    config = weights.config
+    each = config.num_hidden_layers // stages
+    stage = Stage(number * each, (number + 1) * each, number == 0, number == stages - 1)
+    layout = Layout(
+        TensorParallel(0, tensor), ExpertParallel(0, experts), stage if stages > 1 else Stage()
+    )
+    with torch.device("meta"):
+        core = load_object(weights.spec.model)(
+            config, dtype=config.torch_dtype, carry_mtp=True, **({"layout": layout} if cut else {})
+        )
+    run = list(core.parameters())
+    count = sum(p.numel() for p in run)
+    states = 8 * count + 4 * sum(p.numel() for p in run if p.itemsize < 4)
+    engine = sum(p.nbytes for p in run)
+    held = engine + sum(b.nbytes for b in core.buffers()) + 4 * count
+    return engine, held + states, held + states // _RANKS
 
 
 def _print_facts(facts: dict[str, Any]) -> None:
@@ -195,12 +211,13 @@ def _print_facts(facts: dict[str, Any]) -> None:
     table.add_row("missing", "nothing")
     table.add_row("unknown", "nothing")
     memory = Table(title="bytes on one GPU, without activations and caches", title_justify="left")
-    heads = ("TP", "EP", "engine", "trainer", f"trainer, {_RANKS} data parallel")
+    heads = ("TP", "EP", "PP", "engine", "trainer", f"trainer, {_RANKS} data parallel")
     for head in heads:
         memory.add_column(head, justify="right")
     for row in facts["memory"]:
-        degrees = (str(row[f"{kind}_parallel"]) for kind in ("tensor", "expert"))
-        held = (decimal(row[kind]) for kind in ("engine", "trainer", "trainer_sharded"))
+        degrees = (str(row[f"{kind}_parallel"]) for kind in ("tensor", "expert", "pipeline"))
+        bytes_of = [row[kind] for kind in ("engine", "trainer", "trainer_sharded")]
+        held = ("" if count is None else decimal(count) for count in bytes_of)
         memory.add_row(*degrees, *held)
     console = Console(soft_wrap=True, markup=False)  # brackets may come from the files
     console.print(table)

@@ -251,11 +251,16 @@ def test_inspect(checkpoint: Path, tmp_path: Path) -> None:
     count = sum(t.numel() for t in load_file(checkpoint / "model.safetensors").values())
     assert here["dtypes"] == {"bfloat16": count}
     # weights 2, gradients 4, moments 8 and a copy 4 bytes
-    whole, *parts = here["memory"]
+    whole, *parts = (row for row in here["memory"] if row["pipeline_parallel"] == 1)
     assert (whole["engine"], whole["trainer"]) == (2 * count, 18 * count)
     assert whole["trainer_sharded"] == 6 * count + 12 * count // 8
     assert [row["tensor_parallel"] for row in parts] == [2, 4]  # it has 4 heads
     norms = 2 * (2 * 64 + 2 * 16) + 64  # each rank has them whole
+    halves = [row for row in here["memory"] if row["pipeline_parallel"] > 1]
+    assert [row["pipeline_parallel"] for row in halves] == [2, 2, 2]  # of two layers
+    # the head and the last norm are more than the embedding
+    assert halves[0]["trainer"] == 18 * ((count - 2 * 1003 * 64 - 64) // 2 + 1003 * 64 + 64)
+    assert halves[0]["engine"] is None
     assert parts[0]["engine"] == 2 * (norms + (count - norms) // 2 + rows_beyond_half(1003) * 64)
 
 
