@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from isomodels.errors import CheckpointError, IsoError, UnsupportedError
+from isomodels.megatron.saved_files import require_digests, write_digests
 from isomodels.megatron.writers import bound_writers
 from isomodels.weights_conv.files import CONTRACT
 from isomodels.weights_conv.write import place
@@ -38,6 +39,8 @@ _OPTIMIZER_FORMAT = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "chained_optim_avoid_prefix": True,
 }
+# Of torch's zip writer, whose errors are plain RuntimeErrors without the system's reason.
+_OF_WRITER = ("basic_ios", "inline_container", "PytorchStreamWriter")
 
 
 def save(
@@ -57,12 +60,13 @@ def save(
         contract: what the folder states of its weights, as JSON.
 
     Raises:
-        CheckpointError: if the folder cannot be written, or holds something else than a save. A
-            save that was there is still there.
+        CheckpointError: if the folder cannot be written, lies on a disk without the room, or holds
+            something else than a save. A save that was there is still there.
         UnsupportedError: for a bfloat16 model with float32 parameters without the distributed
             optimizer.
     """
     state = _sharded_state(models, optimizer, steps, is_loading=False)
+    size = _nbytes(state)
     places: list[Any] = [None]
 
     def fill(folder: Path) -> None:
@@ -71,24 +75,42 @@ def save(
         _write(folder, path, state)
         if contract is not None:
             (folder / CONTRACT).write_text(contract)
+        write_digests(folder)
 
     outcome: list[Any] = [None]
+    own: IsoError | None = None
     try:
         if dist.get_rank() == 0:
-            place(path, fill, distributed=True)
+            place(path, fill, size=size, distributed=True)
         else:
             dist.broadcast_object_list(places)
             if places[0] is not None:
                 _write(places[0], path, state)
+                write_digests(places[0])
     except IsoError as error:
-        outcome[0] = error
-        raise
+        own = outcome[0] = error
     finally:  # whatever becomes of one rank, none waits for it
         if dist.get_rank() == 0 and places[0] is None:
             dist.broadcast_object_list(places)
         dist.broadcast_object_list(outcome)
-    if outcome[0] is not None:
-        raise outcome[0]
+    if (failure := outcome[0] or own) is not None:  # the first rank knows the reason
+        raise failure
+
+
+def _nbytes(state: dict[str, Any]) -> int:
+    """Bytes of the tensors that all ranks save together."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
+
+    own = sum(
+        value.data.nbytes
+        for value in nested_values(state)
+        if isinstance(value, ShardedTensor) and is_main_replica(value.replica_id)
+        if value.data is not None
+    )
+    sizes: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(sizes, own)
+    return sum(sizes)
 
 
 def _write(folder: Path, path: str | Path, state: dict[str, Any]) -> None:
@@ -99,6 +121,10 @@ def _write(folder: Path, path: str | Path, state: dict[str, Any]) -> None:
             dist_checkpointing.save(state, str(folder))
     except (OSError, CheckpointException) as error:
         raise CheckpointError(f"cannot write {path}: {_reason(error)}") from error
+    except RuntimeError as error:
+        if not any(words in str(error) for words in _OF_WRITER):
+            raise
+        raise CheckpointError(f"cannot write {path}: {_reason(error)}") from error
 
 
 def load(path: str | Path, models: Sequence[Any], optimizer: Any) -> int:
@@ -108,11 +134,13 @@ def load(path: str | Path, models: Sequence[Any], optimizer: Any) -> int:
         The number of steps done.
 
     Raises:
-        CheckpointError: if the folder holds no training, a damaged one, or another model's.
+        CheckpointError: if the folder holds no training, one with a file that is missing or not as
+            it was saved, or another model's.
     """
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.core import CheckpointingException
 
+    require_digests(Path(path))
     state = _sharded_state(models, optimizer, 0, is_loading=True)
     try:
         loaded = dist_checkpointing.load(state, str(path))
@@ -130,8 +158,16 @@ def load(path: str | Path, models: Sequence[Any], optimizer: Any) -> int:
 def _reason(error: BaseException) -> str:
     """What went wrong, in one line."""
     if isinstance(error, CheckpointException):  # its own text is a traceback of every rank
+        if not error.failures:  # told to the first rank alone
+            return "another rank could not write"
         error = next(iter(error.failures.values()))[0]
-    lines = str(getattr(error, "strerror", None) or error).splitlines()
+    text = str(getattr(error, "strerror", None) or error)
+    if any(words in text for words in _OF_WRITER):
+        return (
+            "a file could not be written to its end: make room on the disk, or raise the quota or "
+            "the limit on the size of files"
+        )
+    lines = text.splitlines()
     return lines[0].rstrip(".") if lines else type(error).__name__
 
 
