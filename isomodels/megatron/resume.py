@@ -28,9 +28,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from isomodels.errors import CheckpointError, IsoError, UnsupportedError
-from isomodels.megatron.saved_files import require_digests, write_digests
+from isomodels.megatron.saved_files import finish, require_digests
 from isomodels.megatron.writers import bound_writers
-from isomodels.weights_conv.files import CONTRACT
 from isomodels.weights_conv.write import place
 
 # fully_sharded_model_space, Megatron's default, raises on save. Names without the number of an
@@ -39,6 +38,8 @@ _OPTIMIZER_FORMAT = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "chained_optim_avoid_prefix": True,
 }
+# Bytes of a tensor's zip archive and of its entry in .metadata, beside its data: measured 2,080.
+_AROUND = 2000
 # Of torch's zip writer, whose errors are plain RuntimeErrors without the system's reason.
 _OF_WRITER = ("basic_ios", "inline_container", "PytorchStreamWriter")
 
@@ -62,23 +63,30 @@ def save(
     Raises:
         CheckpointError: if the folder cannot be written, lies on a disk without the room, or holds
             something else than a save. A save that was there is still there.
+        LostRankError: where the first rank alone cannot write, on the others (from `Trainer.save`).
         UnsupportedError: for a bfloat16 model with float32 parameters without the distributed
             optimizer.
     """
     state = _sharded_state(models, optimizer, steps, is_loading=False)
     size = _nbytes(state)
     places: list[Any] = [None]
-
-    def fill(folder: Path) -> None:
-        places[0] = folder
-        dist.broadcast_object_list(places)
-        _write(folder, path, state)
-        if contract is not None:
-            (folder / CONTRACT).write_text(contract)
-        write_digests(folder)
-
     outcome: list[Any] = [None]
     own: IsoError | None = None
+    is_torn = False  # the others are still in Megatron's exchanges
+
+    def fill(folder: Path) -> None:
+        nonlocal is_torn
+        places[0] = folder
+        dist.broadcast_object_list(places)
+        is_torn = True
+        try:
+            _write(folder, path, state)
+        except CheckpointError as error:  # Megatron tells all ranks of one that cannot write shards
+            is_torn = not isinstance(error.__cause__, CheckpointException)
+            raise
+        is_torn = False
+        finish(folder, path, contract)
+
     try:
         if dist.get_rank() == 0:
             place(path, fill, size=size, distributed=True)
@@ -86,24 +94,25 @@ def save(
             dist.broadcast_object_list(places)
             if places[0] is not None:
                 _write(places[0], path, state)
-                write_digests(places[0])
+                finish(places[0], path, contract)
     except IsoError as error:
         own = outcome[0] = error
     finally:  # whatever becomes of one rank, none waits for it
         if dist.get_rank() == 0 and places[0] is None:
             dist.broadcast_object_list(places)
-        dist.broadcast_object_list(outcome)
+        if not is_torn:
+            dist.broadcast_object_list(outcome)
     if (failure := outcome[0] or own) is not None:  # the first rank knows the reason
         raise failure
 
 
 def _nbytes(state: dict[str, Any]) -> int:
-    """Bytes of the tensors that all ranks save together."""
+    """Bytes of the files that all ranks save together, nearly and at least."""
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
 
     own = sum(
-        value.data.nbytes
+        value.data.nbytes + _AROUND
         for value in nested_values(state)
         if isinstance(value, ShardedTensor) and is_main_replica(value.replica_id)
         if value.data is not None

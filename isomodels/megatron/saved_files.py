@@ -26,18 +26,29 @@ _THREADS = 4  # hashlib lets go of the interpreter
 _REMEDY = "copy the folder again, or resume from another save"
 
 
-def write_digests(folder: Path) -> None:
-    """States the digests of all files of a folder in `DIGESTS`; every rank calls it.
+def finish(folder: Path, path: str | Path, contract: str | None) -> None:
+    """Writes what a folder states of its files beside them; every rank calls it.
+
+    Args:
+        folder: where Megatron has saved.
+        path: what the user calls it.
+        contract: what the folder states of its weights, as JSON.
 
     Raises:
-        CheckpointError: on all ranks, if a file cannot be read back.
+        CheckpointError: on all ranks, if a file cannot be written or read back.
         OSError: on the first rank, if `DIGESTS` cannot be written.
     """
     rank = dist.get_rank()
+    wrong = []
+    try:
+        if rank == 0 and contract is not None:
+            (folder / CONTRACT).write_text(contract)
+    except OSError as error:
+        wrong.append(error.strerror or str(error))
     own = [file.name for file in folder.iterdir() if _writer(file.name) == rank]
-    found, wrong = _all_digests(folder, own)
+    found, wrong = _all_digests(folder, own, wrong)
     if wrong:
-        raise CheckpointError(wrong[0])
+        raise CheckpointError(f"cannot write {path}: {wrong[0]}")
     if rank == 0:
         (folder / DIGESTS).write_bytes(_document(found))
 

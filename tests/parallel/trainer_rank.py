@@ -1,6 +1,7 @@
 """One rank that opens Megatron trainers in one layout after another; see test_trainer.py."""
 
-from collections.abc import Sequence
+import resource
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +9,12 @@ import torch
 import torch.distributed as dist
 
 from isomodels.config import DTYPES
+from isomodels.errors import CheckpointError, IsoError
 from isomodels.megatron.layout import Degrees
 from isomodels.megatron.sharding import own_pieces
 from isomodels.megatron.trainer import Trainer
 from tests.megatron.bits import assert_same_bits
+from tests.megatron.full_disk import no_file_above
 
 Sequences = Sequence[Sequence[int]]
 
@@ -101,3 +104,50 @@ class TrainerRank:
                 Path(started).touch()
                 trainer.save(f"{out}/{number}")
                 number += 1
+
+    def told(self, path: str, layout: str, out: str) -> dict[str, str | None]:
+        """What this rank is told of a shard that changed, and of a rank that cannot write its own.
+
+        `out` is saved before and can be loaded after.
+        """
+        told: dict[str, str | None] = {}
+
+        def attempt(what: str, act: Callable[[str], object]) -> None:
+            dist.barrier()
+            try:
+                act(out)
+                told[what] = None
+            except CheckpointError as error:
+                told[what] = str(error)
+            dist.barrier()
+
+        with self.open(path, "bfloat16", layout) as trainer:
+            trainer.save(out)
+            shard = Path(out, "__1_0.distcp")
+            whole = shard.read_bytes()
+            dist.barrier()
+            if dist.get_rank() == 0:
+                shard.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+            attempt("changed", trainer.load)
+            if dist.get_rank() == 0:
+                shard.unlink()
+            attempt("missing", trainer.load)
+            if dist.get_rank() == 0:
+                shard.write_bytes(whole)
+            for rank in range(dist.get_world_size()):
+                limit = len(whole) // 2 if dist.get_rank() == rank else resource.RLIM_INFINITY
+                with no_file_above(limit):
+                    attempt(f"full for {rank}", trainer.save)
+            attempt("whole", trainer.load)
+        return told
+
+    def told_of_the_first(self, path: str, layout: str, out: str) -> str:
+        """What this rank is told where the first, and it alone, cannot write what it writes."""
+        with self.open(path, "bfloat16", layout, timeout_s=60.0) as trainer:
+            limit = resource.RLIM_INFINITY if dist.get_rank() else 1000  # of common.pt
+            try:
+                with no_file_above(limit):
+                    trainer.save(out)
+            except IsoError as error:
+                return f"{type(error).__name__}: {error}"
+        return "nothing"
