@@ -22,6 +22,7 @@ from isomodels.weights_conv.bits import LazyTensors, shorten
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 CONTRACT = "isomodels_contract.json"  # of the weights beside it: never copied to others
+DIGESTS = "isomodels_digests.json"  # of a saved training's files: as little
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 DTYPES = {
     "F64": torch.float64,

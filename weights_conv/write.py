@@ -24,6 +24,7 @@ from isomodels.weights_conv.bits import HeldTensors, LazyTensors
 from isomodels.weights_conv.dist_names import CONFIG, METADATA
 from isomodels.weights_conv.files import (
     CONTRACT,
+    DIGESTS,
     INDEX,
     TensorFiles,
     read_tensors,
@@ -205,7 +206,7 @@ def copy_small_files(source: Path | None, folder: Path, files: Mapping[str, str]
     """
     for entry in source.iterdir() if source is not None else ():
         hidden = entry.name.startswith(".")
-        weights = entry.name.endswith(_WEIGHTS) or entry.name in (*_DISTRIBUTED, CONTRACT)
+        weights = entry.name.endswith(_WEIGHTS) or entry.name in (*_DISTRIBUTED, CONTRACT, DIGESTS)
         if entry.is_file() and not hidden and not weights:
             shutil.copyfile(entry, folder / entry.name)
         elif entry.name == _TEMPLATES and entry.is_dir():
@@ -220,7 +221,7 @@ def _keep_extras(old: Path, new: Path) -> None:
     """Links what a user put beside the old weights into the new folder."""
     for entry in old.iterdir():
         target = new / entry.name
-        weights = (".safetensors", ".safetensors.index.json", ".distcp", CONTRACT)
+        weights = (".safetensors", ".safetensors.index.json", ".distcp", CONTRACT, DIGESTS)
         if target.exists() or entry.name.endswith(weights):
             continue
         if entry.is_dir() and not entry.is_symlink():

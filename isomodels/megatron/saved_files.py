@@ -18,9 +18,8 @@ import torch.distributed as dist
 from isomodels.contract.document import canonical_json
 from isomodels.errors import CheckpointError
 from isomodels.weights_conv.bits import shorten
-from isomodels.weights_conv.files import CONTRACT
+from isomodels.weights_conv.files import CONTRACT, DIGESTS
 
-DIGESTS = "isomodels_digests.json"
 _SHARD = re.compile(r"__(\d+)_\d+\.distcp")
 _THREADS = 4  # hashlib lets go of the interpreter
 _REMEDY = "copy the folder again, or resume from another save"

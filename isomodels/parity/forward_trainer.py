@@ -1,9 +1,10 @@
 """The trainer's side of `isomodels.parity.forward_only`, run in a process of its own."""
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from isomodels.config import DTYPES, read_config
 from isomodels.megatron.layout import Degrees
@@ -41,14 +42,20 @@ class ForwardPasses(Scoring):
         self.wrapped = [in_dtype(config, model)]
 
     def _run(self, packs: list[Pack], **options: Any) -> list[Tensor]:
-        return super()._run(packs, **{**options, "forward_only": True})
+        # "forward" runs with gradients to come, whose activations would not fit at full depth
+        with saved_tensors_hooks(lambda _: None, _forgotten):
+            return super()._run(packs, **{**options, "forward_only": True})
 
     def _drop_gradients(self) -> None:
-        """There are none: `forward_logprobs` keeps activations for them, no more."""
+        """There are none: nothing is kept for them."""
 
     def close(self) -> None:
         """Give back the process groups."""
         stop_process()
+
+
+def _forgotten(_: Any) -> NoReturn:
+    raise RuntimeError("a model of forward passes alone kept nothing for a backward pass")
 
 
 class ForwardTrainer(ParityTrainer):

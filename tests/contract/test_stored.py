@@ -14,7 +14,7 @@ from isomodels.contract import Contract, contract_of
 from isomodels.contract.stored import read_stored, require_stored
 from isomodels.conversion import convert_checkpoint
 from isomodels.errors import ContractError
-from isomodels.weights_conv.files import CONTRACT
+from isomodels.weights_conv.files import CONTRACT, DIGESTS
 from tests.checkpoints import make_qwen3
 from tests.weights.support import edit_config
 
@@ -105,6 +105,15 @@ def test_conversions_carry_it(trained: Path, tmp_path: Path) -> None:
     convert_checkpoint(tmp_path / "there", tmp_path / "too")
     for name in ("there", "back", "too"):
         assert (tmp_path / name / CONTRACT).read_bytes() == expected
+
+
+def test_digests_of_a_saved_training_stay_with_its_files(plain: Path, tmp_path: Path) -> None:
+    convert(plain, tmp_path / "there", "--to", "megatron")
+    (tmp_path / "there" / DIGESTS).write_text("{}")
+    convert(tmp_path / "there", tmp_path / "back")
+    convert(plain, tmp_path / "there", "--to", "megatron")
+    for name in ("there", "back"):
+        assert not (tmp_path / name / DIGESTS).exists()
 
 
 def test_a_source_without_one_states_its_model_from_now_on(plain: Path, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from isomodels.cli.main import app
 from isomodels.config import read_config
 from isomodels.parity import forward_only
 from isomodels.parity.checkpoints import draw_weights, tiny_config
+from isomodels.parity.forward_trainer import ForwardPasses
 from isomodels.parity.remote import Remote
 from isomodels.parity.workload import WORKLOADS
 from isomodels.registry import load_object
@@ -42,6 +43,24 @@ def _folder(path: Path) -> Path:
     raw = {**tiny_config("Glm4MoeLiteForCausalLM"), "dtype": "bfloat16"}
     (path / "config.json").write_text(json.dumps(raw))
     return path
+
+
+def test_a_forward_pass_with_gradients_to_come_keeps_nothing_for_them(tmp_path: Path) -> None:
+    """At full depth the activations of one microbatch take as much memory as the weights."""
+    passes = ForwardPasses(str(_folder(tmp_path)), torch.bfloat16, 0, 64)
+    outputs: list[torch.Tensor] = []
+    passes.core.model.layers[0].mlp.register_forward_hook(lambda *a: outputs.append(a[2]))
+    try:
+        sequences = [[1, 2, 3, 4], [5, 6]]
+        rows, scores = passes.forward_logprobs(sequences), passes.score(sequences)
+    finally:
+        passes.close()
+    for row, score in zip(rows, scores, strict=True):
+        assert torch.equal(row.view(torch.int32), score.view(torch.int32))
+    training, scoring = outputs
+    assert (training.requires_grad, scoring.requires_grad) == (True, False)
+    with pytest.raises(RuntimeError, match="kept nothing for a backward pass"):
+        training.float().sum().backward()
 
 
 @pytest.mark.slow
