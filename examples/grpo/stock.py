@@ -18,6 +18,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from command_line import die_with_parent, run
 from grpo import Rollouts, Sample, Update, base_model, clipped_loss, loop, start_engine
 
+from isomodels.errors import IsoError
+
 
 class StockPolicy:
     """transformers' model with fp32 master weights and AdamW, as small RL trainers have it."""
@@ -83,8 +85,6 @@ class StockPolicy:
 
 def main(args: argparse.Namespace) -> None:
     """Put the two sides together and run the loop."""
-    from isomodels.errors import IsoError
-
     if args.resume:
         raise IsoError("stock.py saves no state: leave out --resume")
     base = base_model(args)

@@ -46,15 +46,15 @@ def test_a_killed_trainer_leaves_one_set_of_weights(engine, folders, files, tran
     contract = contract_of(folders[0]).to_json()
     client = LLMSyncClient(engine.llm)
     source = random.Random(transport)
+    times: list[float] = []
     for _ in range(2):  # the first sync of an engine takes longer
+        times.clear()
         process, pipe = support.start(contract, files, transport, 1)
-        begins: list[float] = []
         pipe.send(0)
-        assert (
-            support.serve(pipe, client, lambda _, to=begins: to.append(time.monotonic())) == "done"
-        )
-        lengths = [end - begin for begin, end in pairwise([*begins, time.monotonic()])]
+        assert support.serve(pipe, client, lambda _: times.append(time.monotonic())) == "done"
+        times.append(time.monotonic())
         process.kill()
+    lengths = [end - begin for begin, end in pairwise(times)]  # of each call
     serving, phases, kept = 0, set(), {True: 0, False: 0}
     for kill in range(kills):
         process, pipe = support.start(contract, files, transport, 1)
