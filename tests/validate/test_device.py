@@ -1,6 +1,8 @@
 """Refusals: one sentence that names the thing and the remedy."""
 
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -30,6 +32,13 @@ def test_a_gpu_that_was_not_checked(capability: tuple[int, int]) -> None:
 
 def test_hopper_is_taken() -> None:
     device.refuse_capability((9, 0))
+
+
+def test_the_triton_that_runs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__="3.6.9"))
+    assert device.triton_version() == "3.6.9"
+    monkeypatch.setitem(sys.modules, "triton", None)  # an import of it fails
+    assert device.triton_version() is None
 
 
 @pytest.mark.parametrize("version", [None, "2.1.0", "3.2.0", "3.3.1", "3.4.0", "3.5.1"])
@@ -76,6 +85,10 @@ def test_devices_that_are_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
     device.refuse_device(CPU)
     with pytest.raises(UnsupportedError, match="no kernels for mps: use cpu or cuda"):
         device.refuse_device(torch.device("mps"))
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.version, "cuda", None)
+        with pytest.raises(UnsupportedError, match=r"is built without CUDA: use cpu, or a CUDA"):
+            device.refuse_device(CUDA)
     if not torch.cuda.is_available():
         monkeypatch.setattr(torch.version, "cuda", "13.0")
         with pytest.raises(UnsupportedError, match="no device cuda:3 here: use cpu"):
