@@ -9,7 +9,7 @@ from typing import Any
 
 from isomodels.config import read_config
 from isomodels.parity.cases import sequence
-from isomodels.parity.remote import Remote
+from isomodels.parity.remote import Remote, threads
 from isomodels.parity.run import (
     PHASES,
     Place,
@@ -48,6 +48,7 @@ def run_forward_only(
     with Remote(
         "engine",
         "isomodels.parity.engine:ParityEngine",
+        environment=threads(device),
         checkpoint=str(config_folder),
         device=device,
         workload=report.workload,
@@ -62,6 +63,7 @@ def run_forward_only(
     with Remote(
         "trainer",
         "isomodels.parity.forward_trainer:ForwardTrainer",
+        environment=threads(device),
         config_folder=str(config_folder),
         max_tokens=report.workload.microbatch,
         **shared,

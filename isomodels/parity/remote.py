@@ -24,6 +24,15 @@ class ProcessError(RuntimeError):
     """A process that failed for no fault of the input."""
 
 
+def threads(device: str) -> dict[str, str]:
+    """Environment of a process beside others: on a CPU one thread, unless the user has said.
+
+    Products run on one thread anyway (`kernels/fixed_order.py`); the rest is too small to share,
+    and threads that wait for one another take the cores of the other processes.
+    """
+    return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")} if device == "cpu" else {}
+
+
 class Remote:
     """Starts `factory(**kwargs)` in a new process and runs its methods there, in order.
 

@@ -30,7 +30,7 @@ from isomodels.parity.cases import (
 )
 from isomodels.parity.operations import operation_faults
 from isomodels.parity.ranks import Ranks
-from isomodels.parity.remote import ProcessError, Remote
+from isomodels.parity.remote import ProcessError, Remote, threads
 from isomodels.parity.stock import StockDifference, what_stock_lacks
 from isomodels.parity.workload import WORKLOADS, PromptSource, Workload, rounds, with_states
 from isomodels.validate.device import triton_version
@@ -190,6 +190,7 @@ def run_parity(
             Remote(
                 "engine",
                 "isomodels.parity.engine:ParityEngine",
+                environment=threads(device),
                 checkpoint=str(engine_checkpoint or checkpoint),
                 dtype=config.dtype,
                 seed=seed,
@@ -218,7 +219,9 @@ def run_parity(
         sequences, forward = _phase(report, PHASES[0], engine, trainer, source, say)
 
         if stock:
-            stock_sides = stack.enter_context(Remote("stock", "isomodels.parity.stock:Stock"))
+            stock_sides = stack.enter_context(
+                Remote("stock", "isomodels.parity.stock:Stock", environment=threads(device))
+            )
             stock_sides.result()
             chosen = _spread(sequences, _STOCK_SEQUENCES)
             stock_sides.submit("compare", str(checkpoint), config.dtype, device, chosen)
