@@ -3,6 +3,7 @@
 Each runs in a process of its own, which does what `benchmarks.rl_step` asks for.
 """
 
+import gc
 import json
 import os
 import random
@@ -139,6 +140,7 @@ class Pair:
 
     def step(self, seed: int) -> dict[str, Any]:
         """One step of the loop: seconds of its parts, and what it compared."""
+        leave_heap_alone()
         llm = self.rollouts.llm
         llm.collective_rpc("take_steps")
         times = [time.perf_counter()]
@@ -316,6 +318,17 @@ class _Source:
 
 
 PAIRS: dict[str, type[Pair]] = {"ours": Ours, "stock": Stock}
+
+
+def leave_heap_alone() -> None:
+    """Collect garbage now, and nothing that exists by now ever again.
+
+    Some 600,000 objects of torch and vLLM live in a process that samples, and the answers of one
+    or two steps are enough for Python to walk them all, which takes some tenths of a second, in
+    some steps and not in others. vLLM's engine and server do the same at their start.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def synchronize(work: Work) -> None:
