@@ -178,6 +178,11 @@ def check_transformer_config(built: Any, config: Any) -> None:
         )
     if built.bf16 and built.params_dtype != torch.bfloat16:
         raise UnsupportedError("TransformerConfig.bf16 needs params_dtype = torch.bfloat16")
+    if not isinstance(built.moe_aux_loss_coeff, int | float):
+        raise UnsupportedError(
+            f"TransformerConfig.moe_aux_loss_coeff = {built.moe_aux_loss_coeff} is no number, and "
+            "isomodels has one load-balancing loss: give one coefficient"
+        )
     _check_recompute(built)
     _check_parallel(built, config)
 

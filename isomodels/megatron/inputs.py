@@ -83,6 +83,13 @@ def _dense_bounds(input_ids: Tensor) -> tuple[list[int], Tensor]:
 def _packed_bounds(input_ids: Tensor, params: Any) -> tuple[list[int], Tensor]:
     if params.qkv_format not in (None, "thd"):
         raise UnsupportedError(f"packed sequences must be in thd format, got {params.qkv_format}")
+    if (getattr(params, "local_cp_size", None) or 1) > 1:
+        raise UnsupportedError(
+            f"packed sequences with local_cp_size {params.local_cp_size} are cut among ranks, and "
+            "context parallelism is not supported: give whole sequences"
+        )
+    _check_same_keys(params.cu_seqlens_q, params.cu_seqlens_kv)
+    _check_same_keys(params.cu_seqlens_q_padded, params.cu_seqlens_kv_padded)
     # Padded bounds count the padding that follows each sequence; causal rows before it ignore it.
     bounds = params.cu_seqlens_q_padded
     if bounds is None:
@@ -99,6 +106,15 @@ def _packed_bounds(input_ids: Tensor, params: Any) -> tuple[list[int], Tensor]:
     if min(lengths, default=0) < 0:
         raise ValueError("the bounds of packed sequences must not decrease")
     return lengths, bounds.to(device=input_ids.device, dtype=torch.int32)
+
+
+def _check_same_keys(queries: Tensor | None, keys: Tensor | None) -> None:
+    if queries is None or keys is None or keys is queries:
+        return
+    if keys.tolist() != queries.tolist():
+        raise UnsupportedError(
+            "cu_seqlens_kv must be cu_seqlens_q: each sequence attends to itself"
+        )
 
 
 def _check_causal(mask: Tensor | None, length: int) -> None:

@@ -110,6 +110,24 @@ def test_each_refusal_names_its_field(checkpoint, kind):
         assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "more"),
+    [
+        ("pipeline_dtype", torch.bfloat16, {"pipeline_model_parallel_size": 3}),
+        ("moe_aux_loss_coeff", [0.1], {"moe_router_load_balancing_type": "aux_loss"}),
+    ],
+)
+def test_values_of_honoured_fields_that_do_not_fit(checkpoint, name, value, more):
+    _, hf_config = read_config(checkpoint("qwen3_moe", "fp32"))
+    built = transformer_config(hf_config)
+    for field, other in {"variable_seq_lengths": True, **more}.items():
+        setattr(built, field, other)
+    checks.check_transformer_config(built, hf_config)
+    setattr(built, name, value)
+    with pytest.raises(UnsupportedError, match=name):
+        checks.check_transformer_config(built, hf_config)
+
+
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
 def test_free_fields_move_no_bit(checkpoint, kind):
     """All of them at once, with values that nothing could read; gradients keep theirs, too."""

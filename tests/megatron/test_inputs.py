@@ -75,6 +75,34 @@ def test_bad_bounds_are_refused(params, error, message):
         read_tokens(IDS.view(1, 12), None, None, params, 64)
 
 
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        ({"cu_seqlens_kv": torch.tensor([0, 12], dtype=torch.int32)}, "cu_seqlens_kv"),
+        (
+            {
+                "cu_seqlens_q_padded": torch.tensor([0, 6, 12], dtype=torch.int32),
+                "cu_seqlens_kv_padded": torch.tensor([0, 8, 12], dtype=torch.int32),
+            },
+            "cu_seqlens_kv",
+        ),
+        ({"local_cp_size": 2}, "local_cp_size 2"),
+    ],
+)
+def test_keys_of_other_sequences_are_refused(more, named):
+    params = thd(0, 5, 12)
+    for name, value in more.items():  # some versions have not all of them
+        setattr(params, name, value)
+    with pytest.raises(UnsupportedError, match=named):
+        read_tokens(IDS.view(1, 12), None, None, params, 64)
+
+
+def test_keys_may_have_bounds_of_their_own_with_the_same_values():
+    same = torch.tensor([0, 5, 12], dtype=torch.int64)
+    tokens = read_tokens(IDS.view(1, 12), None, None, thd(0, 5, 12, cu_seqlens_kv=same), 64)
+    assert tokens.batch.seq_lens.tolist() == [5, 7]
+
+
 def test_packed_ids_must_be_one_row():
     with pytest.raises(ValueError, match=r"\[1, T\]"):
         read_tokens(IDS, None, None, thd(0, 6), 64)
