@@ -1,9 +1,10 @@
 """What a sync tells of the weights: blocks of whole tensors, and where the bytes of each lie."""
 
-from collections.abc import Iterable, Mapping
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -51,14 +52,12 @@ class Whole:
         return tuple(self.tensor.shape)
 
 
-@dataclass(frozen=True)
-class Block:
+class Block(NamedTuple):
     """A block as the message of a sync names it.
 
     Attributes:
         name, offset, whole: as in `Held`.
         shape, dtype: of the block; torch's name of the dtype, as "bfloat16".
-        digest: of its bits, as the trainer has them; a decimal, since JSON's numbers may be floats.
         source, place: which of the message's sources holds it, contiguous, from which byte on.
     """
 
@@ -67,27 +66,15 @@ class Block:
     whole: tuple[int, ...]
     shape: tuple[int, ...]
     dtype: str
-    digest: str
     source: int
     place: int
 
     @classmethod
-    def of(cls, held: Held, value: int, source: int, place: int) -> "Block":
-        """The description of a block with this digest that lies there."""
+    def of(cls, held: Held, source: int, place: int) -> "Block":
+        """The description of a block that lies there."""
         tensor = held.tensor
         shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
-        offset, whole = tuple(held.offset), tuple(held.whole)
-        return cls(held.name, offset, whole, shape, dtype, str(value), source, place)
-
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> "Block":
-        """From `to_json`, or what became of it on the way."""
-        tuples = {key: tuple(fields[key]) for key in ("offset", "whole", "shape")}
-        return cls(**{**fields, **tuples})
-
-    def to_json(self) -> dict[str, Any]:
-        """For a message."""
-        return dict(vars(self))  # dataclasses.asdict would copy each field deeply
+        return cls(held.name, tuple(held.offset), tuple(held.whole), shape, dtype, source, place)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -112,17 +99,32 @@ class Block:
         return prod(self.shape) * self.torch_dtype.itemsize
 
     def within(self, source: Tensor) -> Tensor:
-        """The block's tensor as a view of its source, a flat tensor of bytes.
-
-        Raises:
-            CheckpointError: it does not lie in the source.
-        """
+        """The block's tensor as a view of its source, a flat tensor of bytes that holds it."""
         size, dtype = self.nbytes, self.torch_dtype
-        if self.place < 0 or self.place + size > source.numel():
-            raise CheckpointError(f"the trainer's {self.name} lies outside of what it sent")
         if size == 0:
             return source.new_empty(self.shape, dtype=dtype)
         return source[self.place : self.place + size].view(dtype).view(self.shape)
+
+
+def to_text(blocks: Sequence[Block]) -> str:
+    """Blocks as a message has them: JSON, one array a block."""
+    return json.dumps(blocks)
+
+
+def from_text(text: str) -> list[Block]:
+    """Blocks from `to_text`.
+
+    Raises:
+        CheckpointError: the text is no such description.
+    """
+    try:
+        rows = [Block(*row) for row in json.loads(text)]
+        return [
+            row._replace(offset=tuple(row.offset), whole=tuple(row.whole), shape=tuple(row.shape))
+            for row in rows
+        ]
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"the trainer's blocks cannot be read: {error}") from None
 
 
 def as_blocks(weights: "Mapping[str, Tensor] | Iterable[Held]") -> list[Held]:

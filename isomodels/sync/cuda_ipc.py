@@ -18,7 +18,7 @@ from torch import Tensor
 
 from isomodels.errors import CheckpointError
 from isomodels.sync.blocks import Block, Held
-from isomodels.sync.transport import Alone, Offer, Places
+from isomodels.sync.transport import Alone, Lent, Offer, Places
 
 _HANDLE_BYTES = 64
 _LAZY_PEER_ACCESS = 1
@@ -53,27 +53,29 @@ class CudaIpc(Alone):
             raise CheckpointError(
                 f"{other[0]} is not on a GPU: send it through isomodels.sync.SharedMemory"
             )
-        kept = [held.tensor.detach().contiguous() for held in blocks]
+        tensors = [held.tensor for held in blocks]
+        kept = [x if x.is_contiguous() else x.detach().contiguous() for x in tensors]
         for device in {tensor.device for tensor in kept}:
             torch.cuda.synchronize(device)
-        sources: dict[int, dict[str, Any]] = {}
+        sources: list[dict[str, Any]] = []
         numbers: dict[int, int] = {}
         places: Places = []
         base = size = 0
         for tensor in kept:
-            if not base <= tensor.data_ptr() < base + size:  # most lie beside the one before
+            address = tensor.data_ptr()
+            if not base <= address < base + size:  # most lie beside the one before
                 base, size = _allocation(tensor)
-            if base not in sources:
+            if base not in numbers:
                 numbers[base] = len(sources)
-                sources[base] = {
+                sources.append({
                     "process": _process(),
                     "device": tensor.device.index,
                     "handle": base64.b64encode(_exported(base, tensor.device)).decode(),
                     "base": base,
                     "bytes": size,
-                }
-            places.append((numbers[base], tensor.data_ptr() - base))
-        yield Offer(list(sources.values()), places)
+                })  # fmt: skip
+            places.append((numbers[base], address - base))
+        yield Offer(sources, places)
         del kept
 
 
@@ -86,7 +88,7 @@ class CudaIpcReceiver:
     @contextmanager
     def read(
         self, sources: Sequence[dict[str, Any]], blocks: Sequence[Block], device: torch.device
-    ) -> Iterator[Iterator[Tensor]]:
+    ) -> Iterator[Lent]:
         """Views of the trainer's memory; see `Receiver`."""
         if device.type != "cuda":
             raise CheckpointError(
@@ -96,8 +98,8 @@ class CudaIpcReceiver:
         with ExitStack() as stack, torch.cuda.device(device):
             torch.cuda.synchronize(device)  # and the driver's context is current in this thread
             mapped = [stack.enter_context(_opened(source, device)) for source in sources]
-            yield (block.within(mapped[block.source]) for block in blocks)
-            torch.cuda.synchronize(device)  # no kernel reads what is let go
+            stack.callback(torch.cuda.synchronize, device)  # no kernel reads what is let go
+            yield Lent(mapped, blocks)
 
 
 @contextmanager
@@ -121,7 +123,6 @@ def _opened(source: dict[str, Any], device: torch.device) -> Iterator[Tensor]:
     try:
         yield _bytes_at(address.value, source["bytes"], device)
     finally:
-        torch.cuda.synchronize(device)
         _call("the trainer's weights cannot be let go", "cuIpcCloseMemHandle", address)
 
 

@@ -1,6 +1,7 @@
 """A digest of a tensor's bits that its own device computes at the speed of its memory."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -8,6 +9,49 @@ from torch import Tensor
 # Words at a time on the CPU: their 64-bit terms stay in its cache.
 _CHUNK = 1 << 17
 _WRAP = 1 << 64
+
+
+class Span(NamedTuple):
+    """Bytes as the GPU's kernel takes them: whole vectors of 16 bytes.
+
+    Attributes:
+        device: a GPU.
+        address, nbytes: multiples of 16.
+    """
+
+    device: torch.device
+    address: int
+    nbytes: int
+
+    @classmethod
+    def at(cls, device: torch.device, address: int, nbytes: int) -> "Span | None":
+        """These bytes, if the kernel takes them."""
+        fits = device.type == "cuda" and not (address % 16 or nbytes % 16)
+        return cls(device, address, nbytes) if fits else None
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Span | None":
+        """A tensor's bytes, if it is contiguous and the kernel takes them."""
+        if not (tensor.is_cuda and tensor.is_contiguous()):
+            return None
+        return cls.at(tensor.device, tensor.data_ptr(), tensor.nbytes)
+
+
+class Source(NamedTuple):
+    """What is copied.
+
+    Attributes:
+        span: where it lies, if the kernel takes it from there.
+        tensor: gives it.
+    """
+
+    span: Span | None
+    tensor: Callable[[], Tensor]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Source":
+        """A tensor."""
+        return cls(Span.of(tensor), lambda: tensor)
 
 
 def digest(tensor: Tensor) -> int:
@@ -28,16 +72,25 @@ def digest(tensor: Tensor) -> int:
 
 def digests(tensors: Sequence[Tensor]) -> list[int]:
     """The `digest` of each; those of a GPU in one launch."""
-    flat = [tensor.detach().contiguous() for tensor in tensors]
-    found: dict[int, int] = {}
-    if fitting := [i for i, tensor in enumerate(flat) if fits_kernel(tensor)]:
-        from isomodels.sync.digest_triton import digest_all
-
-        found = dict(zip(fitting, digest_all([flat[i] for i in fitting]), strict=True))
-    return [found[i] if i in found else _by_torch(tensor) for i, tensor in enumerate(flat)]
+    return begin_digests(tensors)()
 
 
-def copy_and_digest(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> list[int]:
+def begin_digests(tensors: Sequence[Tensor]) -> Callable[[], list[int]]:
+    """As `digests`, which the returned function waits for: a GPU computes them meanwhile."""
+    flat = [x if x.is_contiguous() else x.detach().contiguous() for x in tensors]
+    spans = [Span.of(x) for x in flat]
+    fused = _begin([span for span in spans if span is not None])
+    others = iter([_by_torch(x) for x, span in zip(flat, spans, strict=True) if span is None])
+
+    def finish() -> list[int]:
+        found = iter(fused())
+        del flat[:]  # until here the GPU reads the copies
+        return [next(others if span is None else found) for span in spans]
+
+    return finish
+
+
+def copy_and_digest(sources: Sequence[Source], targets: Sequence[Tensor]) -> list[int]:
     """Copy tensors in place and digest what then lies at the targets.
 
     On a GPU the kernel that copies reads each word back, in one pass over memory: no target
@@ -50,29 +103,19 @@ def copy_and_digest(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> lis
     Returns:
         The `digest` of each target.
     """
-    sources = [source.detach().contiguous() for source in sources]
-    fused = [
-        i
-        for i, (source, target) in enumerate(zip(sources, targets, strict=True))
-        if target.is_contiguous() and source.device == target.device
-        and fits_kernel(source) and fits_kernel(target)
-    ]  # fmt: skip
-    found: dict[int, int] = {}
-    if fused:
-        from isomodels.sync.digest_triton import digest_all
-
-        pairs = [sources[i] for i in fused], [targets[i] for i in fused]
-        found = dict(zip(fused, digest_all(*pairs), strict=True))
-    rest = [i for i in range(len(targets)) if i not in found]
+    pairs = [
+        (source.span, span)
+        if source.span and (span := Span.of(target)) and source.span.device == span.device
+        else None
+        for source, target in zip(sources, targets, strict=True)
+    ]
+    fused = [pair for pair in pairs if pair is not None]
+    found = iter(_begin([source for source, _ in fused], [target for _, target in fused])())
+    rest = [i for i, pair in enumerate(pairs) if pair is None]
     for i in rest:
-        targets[i].copy_(sources[i])
-    found |= zip(rest, digests([targets[i] for i in rest]), strict=True)
-    return [found[i] for i in range(len(targets))]
-
-
-def fits_kernel(tensor: Tensor) -> bool:
-    """Whether the GPU's kernel takes it: whole vectors of 16 bytes."""
-    return tensor.is_cuda and not (tensor.nbytes % 16 or tensor.data_ptr() % 16)
+        targets[i].copy_(sources[i].tensor())
+    others = iter(digests([targets[i] for i in rest]))
+    return [next(others if pair is None else found) for pair in pairs]
 
 
 def signed(value: int) -> int:
@@ -80,8 +123,18 @@ def signed(value: int) -> int:
     return (value + _WRAP // 2) % _WRAP - _WRAP // 2
 
 
+def _begin(
+    sources: Sequence[Span], targets: Sequence[Span] | None = None
+) -> Callable[[], list[int]]:
+    if not sources:
+        return list
+    from isomodels.sync.digest_triton import begin
+
+    return begin(sources, targets)
+
+
 def _by_torch(flat: Tensor) -> int:
-    data = flat.view(-1).view(torch.uint8)
+    data = flat.detach().view(-1).view(torch.uint8)
     if len(data) % 4 or data.data_ptr() % 4:
         padded = data.new_zeros(-(-len(data) // 4) * 4)
         padded[: len(data)] = data

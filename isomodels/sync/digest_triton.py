@@ -3,7 +3,7 @@
 # Arguments of kernels have Triton's own types.
 # mypy: disable-error-code="no-untyped-def"
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -11,39 +11,57 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from isomodels.sync.digest import signed
+from isomodels.sync.digest import Span, signed
 
 # All tuning. What the running programs have copied must still lie in the L2 when they read it.
 TENSORS = 1024  # of one launch
 PASSES, BLOCK, WARPS = 4, 2048, 4  # a program takes PASSES * BLOCK words
 
 
-def digest_all(tensors: Sequence[Tensor], targets: Sequence[Tensor] | None = None) -> list[int]:
-    """Digests of tensors, or of the targets that they are first copied to.
+def begin(sources: Sequence[Span], targets: Sequence[Span] | None) -> Callable[[], list[int]]:
+    """Digests of bytes, or of the targets that they are first copied to.
 
     Args:
-        tensors: of one device, contiguous, each of whole vectors of 16 bytes and aligned to them.
-        targets: as the tensors, no two of which overlap.
+        sources: of one device or several.
+        targets: of the same sizes and devices, no two of which overlap.
 
     Returns:
-        One digest a tensor.
+        Waits for the digests, one a source.
     """
-    device = tensors[0].device
+    by_device: dict[torch.device, list[int]] = {}
+    for i, span in enumerate(sources):
+        by_device.setdefault(span.device, []).append(i)
+    begun = [
+        (some, _launch(device, [sources[i] for i in some], targets and [targets[i] for i in some]))
+        for device, some in by_device.items()
+    ]
+
+    def finish() -> list[int]:
+        found = [0] * len(sources)
+        for some, sums in begun:
+            for i, total in zip(some, sums.tolist(), strict=True):
+                found[i] = signed(total + (sources[i].nbytes // 4) ** 2)
+        return found
+
+    return finish
+
+
+def _launch(
+    device: torch.device, sources: Sequence[Span], targets: Sequence[Span] | None
+) -> Tensor:
+    """[len(sources)] int64: sums that the GPU computes."""
     held = torch.empty(4, TENSORS, dtype=torch.int64, device=device)
-    # Addresses as words from one aligned pointer: Triton knows no alignment of an address.
-    first = [(tensor.data_ptr() - held.data_ptr()) // 4 for tensor in tensors]
-    second = first
-    if targets is not None:
-        second = [(target.data_ptr() - held.data_ptr()) // 4 for target in targets]
-    words = [tensor.nbytes // 4 for tensor in tensors]
-    sums = torch.zeros(len(tensors), dtype=torch.int64, device=device)
+    sums = torch.zeros(len(sources), dtype=torch.int64, device=device)
     with torch.cuda.device_of(held):
-        for start in range(0, len(tensors), TENSORS):
+        for start in range(0, len(sources), TENSORS):
             some = slice(start, start + TENSORS)
+            count = len(sources[some])
             table = np.zeros((4, TENSORS), dtype=np.int64)
-            count = len(words[some])
-            table[0, :count], table[1, :count] = first[some], second[some]
-            table[2, :count] = words[some]
+            # Addresses as words from one aligned pointer: Triton knows no alignment of an address.
+            table[0, :count] = [span.address for span in sources[some]]
+            table[1, :count] = [span.address for span in (targets or sources)[some]]
+            table[:2, :count] = (table[:2, :count] - held.data_ptr()) // 4
+            table[2, :count] = [span.nbytes // 4 for span in sources[some]]
             # The programs up to and with a tensor's last: a program finds its tensor by it.
             table[3] = np.cumsum(-(-table[2] // (PASSES * BLOCK)))
             held.copy_(torch.from_numpy(table))
@@ -57,8 +75,7 @@ def digest_all(tensors: Sequence[Tensor], targets: Sequence[Tensor] | None = Non
                 BLOCK=BLOCK,
                 num_warps=WARPS,
             )
-    counts = zip(sums.tolist(), words, strict=True)
-    return [signed(total + number * number) for total, number in counts]
+    return sums
 
 
 @triton.jit(do_not_specialize=["sums_ptr"])

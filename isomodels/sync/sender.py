@@ -1,9 +1,10 @@
 """The trainer's side: contract first, then weights."""
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -11,9 +12,9 @@ from torch import Tensor
 
 from isomodels.contract import Contract
 from isomodels.errors import CheckpointError, IsoError
-from isomodels.sync.blocks import Block, Held, as_blocks
+from isomodels.sync.blocks import Block, Held, as_blocks, to_text
 from isomodels.sync.cuda_ipc import CudaIpc
-from isomodels.sync.digest import digests
+from isomodels.sync.digest import begin_digests
 from isomodels.sync.shared import SharedMemory
 from isomodels.sync.transport import Offer, Transport
 
@@ -124,6 +125,8 @@ class WeightSender:
                 transport = transport or transport_for(blocks)
                 offer = offered.enter_context(transport.offer(blocks))
                 own = _Told.of(blocks, transport.name, offer)
+                if self.group is not None:
+                    own = own.settled()
             except Exception as error:
                 own, problem = _Told(problem=str(error)), error
             told = self._gathered(own)
@@ -132,8 +135,8 @@ class WeightSender:
                     self._update(transport, blocks, told, version)
                 except Exception as error:
                     problem = error
-            size = sum(block.nbytes for rank in told for block in rank.blocks)
             self._agree(problem)
+        size = sum(rank.nbytes for rank in told)
         return Sent(version, size, time.perf_counter() - start, own.transport)
 
     def close(self) -> None:
@@ -170,15 +173,17 @@ class WeightSender:
         message = {
             "transport": told[0].transport,
             "sources": [source for rank in told for source in rank.sources],
-            "blocks": list(_joined(told)),
+            "blocks": to_text(list(_joined(told))),
             "contract": self.contract.digests["numerical_policy"],
             "version": version,
         }
         client = self.client
         assert client is not None
         client.start_weight_update()
+        # A GPU has computed them meanwhile. Decimals: JSON's numbers may be floats.
+        message["digests"] = [str(value) for rank in told for value in rank.digests()]
         transport.deliver(blocks, lambda: client.update_weights(message))
-        client.finish_weight_update(version)
+        client.finish_weight_update()  # the version came with the weights
 
     def _gathered(self, own: "_Told") -> "list[_Told]":
         """What each rank offers; on the first, else this rank's own."""
@@ -222,28 +227,34 @@ def transport_for(blocks: Sequence[Held]) -> Transport:
 
 @dataclass(frozen=True)
 class _Told:
-    """What one rank offers, or why it cannot."""
+    """What one rank offers, or why it cannot; `digests` waits for the blocks' digests."""
 
     transport: str = ""
     sources: Sequence[dict[str, Any]] = ()
     blocks: Sequence[Block] = ()
+    digests: Callable[[], list[int]] = list
+    nbytes: int = 0
     problem: str | None = None
 
     @classmethod
     def of(cls, blocks: Sequence[Held], transport: str, offer: Offer) -> "_Told":
-        """Digests and places of this rank's blocks."""
-        values = digests([held.tensor for held in blocks])
-        described = [
-            Block.of(held, value, *place)
-            for held, value, place in zip(blocks, values, offer.places, strict=True)
-        ]
-        return cls(transport, offer.sources, described)
+        """Places of this rank's blocks, and their digests, which are begun."""
+        tensors = [held.tensor for held in blocks]
+        digests = begin_digests(tensors)
+        places = zip(blocks, offer.places, strict=True)
+        described = [Block.of(held, *place) for held, place in places]
+        nbytes = sum(tensor.nbytes for tensor in tensors)
+        return cls(transport, offer.sources, described, digests, nbytes)
+
+    def settled(self) -> "_Told":
+        """For other processes: its digests are there."""
+        return replace(self, digests=partial(list, self.digests()))
 
 
-def _joined(told: Sequence[_Told]) -> Iterable[dict[str, Any]]:
+def _joined(told: Sequence[_Told]) -> Iterable[Block]:
     """The blocks of all ranks for a message, their sources counted through."""
     first = 0
     for rank in told:
         for block in rank.blocks:
-            yield {**block.to_json(), "source": first + block.source}
+            yield block._replace(source=first + block.source) if first else block
         first += len(rank.sources)

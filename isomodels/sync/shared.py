@@ -15,7 +15,7 @@ from torch import Tensor
 
 from isomodels.errors import CheckpointError
 from isomodels.sync.blocks import Block, Held
-from isomodels.sync.transport import Alone, Offer
+from isomodels.sync.transport import Alone, Lent, Offer
 
 NAME = "isomodels-weights"  # in /proc/PID/maps
 _ALIGN = 64
@@ -62,16 +62,16 @@ class SharedMemoryReceiver:
     @contextmanager
     def read(
         self, sources: Sequence[dict[str, Any]], blocks: Sequence[Block], device: torch.device
-    ) -> Iterator[Iterator[Tensor]]:
+    ) -> Iterator[Lent]:
         """Views of the mapped files; see `Receiver`."""
         mapped = [_mapped(Path(source["path"]), source["bytes"]) for source in sources]
-        yield (block.within(mapped[block.source]) for block in blocks)
+        yield Lent(mapped, blocks)
 
 
 def _write(path: str, size: int, blocks: Sequence[Held], places: list[tuple[int, int]]) -> None:
     file = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
     for held, (source, place) in zip(blocks, places, strict=True):
-        Block.of(held, 0, source, place).within(file).copy_(held.tensor.detach())
+        Block.of(held, source, place).within(file).copy_(held.tensor.detach())
 
 
 def _mapped(path: Path, size: int) -> Tensor:

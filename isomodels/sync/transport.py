@@ -8,7 +8,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from isomodels.errors import CheckpointError
 from isomodels.sync.blocks import Block, Held
+from isomodels.sync.digest import Source, Span
 
 Places = list[tuple[int, int]]
 
@@ -50,7 +52,8 @@ class Receiver(Protocol):
     """A worker's side of one sync.
 
     Attributes:
-        lasting: whether a block stays readable until the context ends, or until the next comes.
+        lasting: whether all blocks stay readable until the context ends (`Lent`), or each until the
+            next comes.
         damages: whether bytes may change on the way: their digests are then compared before a
             weight is changed. Else the worker reads the trainer's own memory.
     """
@@ -60,12 +63,48 @@ class Receiver(Protocol):
 
     def read(
         self, sources: Sequence[dict[str, Any]], blocks: Sequence[Block], device: torch.device
-    ) -> AbstractContextManager[Iterator[Tensor]]:
+    ) -> "AbstractContextManager[Lent | Iterator[Tensor]]":
         """The tensors of all blocks, in their order.
 
         Raises:
             CheckpointError: the trainer cannot be reached, or broke off.
         """
+
+
+class Lent:
+    """Blocks in sources that stay readable.
+
+    Args:
+        sources: flat tensors of bytes.
+        blocks: what is said to lie in them.
+    """
+
+    def __init__(self, sources: Sequence[Tensor], blocks: Sequence[Block]):
+        self._sources, self._blocks = sources, blocks
+
+    def __getitem__(self, index: int) -> Tensor:
+        """A block's tensor: a view.
+
+        Raises:
+            CheckpointError: it lies outside of its source.
+        """
+        block, source, _ = self._held(index)
+        return block.within(source)
+
+    def source(self, index: int) -> Source:
+        """A block, to be copied; as above."""
+        block, source, size = self._held(index)
+        span = Span.at(source.device, source.data_ptr() + block.place, size)
+        return Source(span, lambda: block.within(source))
+
+    def _held(self, index: int) -> tuple[Block, Tensor, int]:
+        block = self._blocks[index]
+        size = block.nbytes
+        if 0 <= block.source < len(self._sources):
+            source = self._sources[block.source]
+            if 0 <= block.place <= source.numel() - size:
+                return block, source, size
+        raise CheckpointError(f"the trainer's {block.name} lies outside of what it sent")
 
 
 class Alone:

@@ -2,20 +2,82 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from isomodels.errors import CheckpointError
-from isomodels.layers.pieces import Piece, copy_overlap, missing
-from isomodels.sync.blocks import Block, Box
-from isomodels.sync.digest import copy_and_digest, digest, digests
-from isomodels.sync.transport import Receiver
+from isomodels.layers.pieces import Piece, copy_overlap, missing, pieces
+from isomodels.sync.blocks import Block, Box, from_text
+from isomodels.sync.digest import Source, copy_and_digest, digest
+from isomodels.sync.transport import Lent, Receiver
 from isomodels.weights_conv.bits import dtype_name, shorten
 
 _KEPT = "the engine keeps its old ones"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a trainer's blocks are to this worker's tensors; the same from sync to sync, mostly.
+
+    Attributes:
+        text: that describes the blocks (`isomodels.sync.blocks.to_text`).
+        lying: names and places of the worker's tensors (`_lying`).
+        blocks: the trainer's.
+        mine: the worker's pieces.
+        direct: of each piece the block that is just it, if there is one; by number.
+        named: the blocks of each tensor, by number.
+    """
+
+    text: str
+    lying: list[Any]
+    blocks: list[Block]
+    mine: list[Piece]
+    direct: list[int | None]
+    named: dict[str, list[int]]
+
+    @classmethod
+    def of(cls, text: str, core: Any, parameters: Mapping[str, Sequence[int]]) -> "Plan":
+        """Check that the blocks are those of this worker.
+
+        Args:
+            text: describes the blocks.
+            core: the worker's module.
+            parameters: names and shapes of the whole model's tensors.
+
+        Raises:
+            CheckpointError: naming all that differs.
+        """
+        blocks, mine = from_text(text), pieces(core)
+        check_blocks(blocks, parameters, mine)
+        _require_disjoint([piece.tensor for piece in mine])
+        named: dict[str, list[int]] = {}
+        for number, block in enumerate(blocks):
+            named.setdefault(block.name, []).append(number)
+        boxes = {block.box: number for number, block in enumerate(blocks)}
+        direct = [boxes.get(_box(piece)) for piece in mine]
+        return cls(text, _lying(core), blocks, mine, direct, named)
+
+    def fits(self, text: str, core: Any) -> bool:
+        """Whether it is still that of these blocks and this module."""
+        return text == self.text and _lying(core) == self.lying
+
+
+def _lying(module: nn.Module) -> list[Any]:
+    """All names of a module in their order, with the place and kind of each tensor."""
+    found: list[Any] = []
+    for tensors in (module._parameters, module._buffers):
+        for name, x in tensors.items():
+            if x is not None:
+                found.append((name, x.data_ptr(), x.dtype, x.device, x.shape, x.stride()))
+    for name, child in module._modules.items():
+        if child is not None:
+            found += (name, _lying(child))
+    return found
 
 
 def check_blocks(
@@ -56,99 +118,83 @@ def check_blocks(
         )
 
 
+@dataclass(frozen=True)
+class Come:
+    """One piece as it came.
+
+    Attributes:
+        source: of its bits.
+        expected: the trainer's digest, if it has one of just this piece.
+    """
+
+    source: Source
+    expected: str | None = None
+
+
 def arrive(
     receiver: Receiver,
-    blocks: Sequence[Block],
-    tensors: Iterator[Tensor],
-    mine: Sequence[Piece],
+    plan: Plan,
+    expected: Sequence[str],
+    come: Lent | Iterator[Tensor],
     device: torch.device,
-) -> "list[Source]":
+) -> list[Come]:
     """Read the blocks and compare their digests, without changing a weight.
 
     Args:
         receiver: what gives them.
-        blocks: what comes.
-        tensors: in the blocks' order.
-        mine: this worker's pieces.
+        plan: names them.
+        expected: the trainer's digest of each.
+        come: the blocks.
         device: of the worker, where host memory is digested too.
 
     Returns:
-        Where the bits of each of `mine` are.
+        Where the bits of each of the plan's pieces are.
 
     Raises:
         CheckpointError: bits were damaged on the way.
     """
-    named: dict[str, list[tuple[Block, Tensor]]] = {}
-    wanted = {_box(piece) for piece in mine}
+    if len(expected) != len(plan.blocks):
+        raise CheckpointError(
+            f"the trainer sent {len(expected)} digests of {len(plan.blocks)} blocks ({_KEPT})"
+        )
+    rooms = {} if isinstance(come, Lent) else _rooms(plan.mine)
+    # Without copies on the way, a whole piece is compared as it is copied (copy_in_place).
+    later = set() if receiver.damages else set(plan.direct)
+    now = [number for number in range(len(plan.blocks)) if number not in later]
+    tensors = (come[number] for number in now) if isinstance(come, Lent) else come
     wrong = []
-    staged = None if receiver.lasting else _staged(mine)
-    for block, tensor in zip(blocks, tensors, strict=True):
-        # Without copies on the way, a whole piece is compared as it is copied (copy_in_place).
-        later = not receiver.damages and block.box in wanted
-        if not later and str(digest(tensor.to(device))) != block.digest:
+    for number, tensor in zip(now, tensors, strict=True):
+        block = plan.blocks[number]
+        if str(digest(tensor.to(device))) != expected[number]:
             wrong.append(block.name)
-        if staged is None:
-            named.setdefault(block.name, []).append((block, tensor))
-        else:
-            for target in staged.get(block.name, ()):
-                copy_overlap(_piece(block, tensor), target)
+        for room in rooms.get(block.name, ()):
+            copy_overlap(_piece(block, tensor), room)
     if wrong:
         raise CheckpointError(f"damaged on the way ({_KEPT}): {shorten(wrong)}")
-    if staged is not None:
-        kept = {_box(piece): piece.tensor for some in staged.values() for piece in some}
-        return [Source(piece.name, whole=kept[_box(piece)]) for piece in mine]
-    return [_source(piece, named[piece.name]) for piece in mine]
+    if isinstance(come, Lent):
+        return list(_lent(come, plan, expected))
+    kept = {_box(room): room.tensor for some in rooms.values() for room in some}
+    return [Come(Source.of(kept[_box(piece)])) for piece in plan.mine]
 
 
-class Source:
-    """Where the bits of one piece are.
-
-    Args:
-        name: of the tensor.
-        whole: the piece itself, if one block is it.
-        parts: else the blocks that fill it.
-        expected: the trainer's digest, if it has one of just this piece.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        whole: Tensor | None = None,
-        parts: Iterable[Piece] = (),
-        expected: str | None = None,
-    ):
-        self.name, self.whole, self.parts, self.expected = name, whole, list(parts), expected
-
-    def tensor(self, target: Piece) -> Tensor:
-        """The piece, put together if need be."""
-        if self.whole is not None:
-            return self.whole
-        device = self.parts[0].tensor.device
-        piece = replace(target, tensor=torch.empty_like(target.tensor, device=device))
-        for part in self.parts:
-            copy_overlap(part, piece)
-        return piece.tensor
-
-
-def copy_in_place(sources: "Sequence[Source]", mine: Sequence[Piece]) -> None:
+def copy_in_place(come: Sequence[Come], mine: Sequence[Piece]) -> None:
     """Copy, then compare the digests of what lies on the device.
 
     Raises:
-        CheckpointError: it differs from the trainer's, or two pieces share memory.
+        CheckpointError: it differs from the trainer's.
     """
-    _require_disjoint([piece.tensor for piece in mine])
-    at_once = [i for i, one in enumerate(sources) if one.whole is not None]
-    # Pieces that are put together come one by one: their copies take memory.
-    wrong = []
-    for some in (at_once, *([i] for i, one in enumerate(sources) if one.whole is None)):
-        tensors = [sources[i].tensor(mine[i]) for i in some]
-        lying = copy_and_digest(tensors, [mine[i].tensor for i in some])
-        unknown = [i for i in some if sources[i].expected is None]
-        own = iter(digests([tensors[some.index(i)] for i in unknown]))
-        for i, value in zip(some, lying, strict=True):
-            expected = sources[i].expected
-            if str(value) != (str(next(own)) if expected is None else expected):
-                wrong.append(mine[i].name)
+    whole = [(one, piece) for one, piece in zip(come, mine, strict=True) if one.expected]
+    values = copy_and_digest([one.source for one, _ in whole], [piece.tensor for _, piece in whole])
+    wrong = [
+        piece.name
+        for (one, piece), value in zip(whole, values, strict=True)
+        if str(value) != one.expected
+    ]
+    for one, piece in zip(come, mine, strict=True):
+        if one.expected is None:  # one by one: what is put together takes memory
+            tensor = one.source.tensor()
+            if copy_and_digest([Source.of(tensor)], [piece.tensor]) != [digest(tensor)]:
+                wrong.append(piece.name)
     if wrong:
         raise CheckpointError(
             f"after the sync {shorten(wrong)} differ from the trainer's: the engine serves nothing "
@@ -165,15 +211,24 @@ def _unfilled(blocks: Sequence[Block], mine: Sequence[Piece]) -> list[str]:
     return missing([_piece(b, _empty(b)) for b in blocks if b.name in names], rest)
 
 
-def _source(piece: Piece, blocks: Sequence[tuple[Block, Tensor]]) -> Source:
-    box = _box(piece)
-    for block, tensor in blocks:
-        if block.box == box:
-            return Source(piece.name, whole=tensor, expected=block.digest)
-    return Source(piece.name, parts=[_piece(block, tensor) for block, tensor in blocks])
+def _lent(lent: Lent, plan: Plan, expected: Sequence[str]) -> Iterator[Come]:
+    for piece, number in zip(plan.mine, plan.direct, strict=True):
+        if number is not None:
+            yield Come(lent.source(number), expected[number])
+        else:
+            yield Come(Source(None, partial(_put_together, piece, lent, plan)))
 
 
-def _staged(mine: Sequence[Piece]) -> dict[str, list[Piece]]:
+def _put_together(target: Piece, lent: Lent, plan: Plan) -> Tensor:
+    """A piece of the blocks that fill it, where they lie."""
+    parts = [_piece(plan.blocks[number], lent[number]) for number in plan.named[target.name]]
+    room = torch.empty_like(target.tensor, device=parts[0].tensor.device)
+    for part in parts:
+        copy_overlap(part, replace(target, tensor=room))
+    return room
+
+
+def _rooms(mine: Sequence[Piece]) -> dict[str, list[Piece]]:
     """Room in host memory for every piece, by name."""
     rooms: dict[str, list[Piece]] = {}
     for piece in mine:

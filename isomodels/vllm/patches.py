@@ -7,8 +7,8 @@
   a token's history would then be of two models. And an unsound folder is refused here, where
   nothing has changed yet. A sync's weights and their version change in this one call, so that no
   step has the one without the other. A worker's refusal is its answer, not an exception: vLLM
-  would read the first and leave the others' answers for the next call. A handshake ends an update
-  that a killed trainer left open. The same call, with a method of ours, tells the workers'
+  would read the first and leave the others' answers for the next call. A handshake or a start ends
+  an update that a trainer left open. The same call, with a method of ours, tells the workers'
   contracts: vLLM has no hook for questions to a model.
 
 Both act only for `model_impl == "isomodels"`; a value that is nearly that is refused. On a vLLM
@@ -155,7 +155,7 @@ class SyncCall:
     def __call__(self, worker: Any, *args: Any, **kwargs: Any) -> tuple[Any, Exception | None]:
         """In one worker."""
         worker = getattr(worker, "worker", worker)  # vLLM's wrapper of it
-        if self.method == "init_weight_transfer_engine":
+        if self.method in ("init_weight_transfer_engine", "start_weight_update"):
             worker._weight_update_active = False
         try:
             return getattr(worker, self.method)(*args, **kwargs), None

@@ -5,7 +5,7 @@ Started by `--weight-transfer-config '{"backend": "isomodels"}'`. The trainer's 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from vllm.distributed.weight_transfer.base import (
@@ -16,13 +16,11 @@ from vllm.distributed.weight_transfer.base import (
 
 from isomodels.contract import Contract, require_same
 from isomodels.errors import CheckpointError, ContractError, IsoError
-from isomodels.layers.pieces import Piece, pieces
-from isomodels.sync.blocks import Block
 from isomodels.sync.cuda_ipc import CudaIpcReceiver
 from isomodels.sync.network import NetworkReceiver
 from isomodels.sync.shared import SharedMemoryReceiver
 from isomodels.sync.transport import Receiver
-from isomodels.vllm.incoming import arrive, check_blocks, copy_in_place
+from isomodels.vllm.incoming import Plan, arrive, copy_in_place
 
 T = TypeVar("T")
 
@@ -47,20 +45,18 @@ class UpdateInfo(WeightTransferUpdateInfo):
     Attributes:
         transport: name of the trainer's.
         sources: where the bytes lie, as that transport says it.
-        blocks: each as `Block.to_json`.
+        blocks: of `isomodels.sync.blocks.to_text`.
+        digests: of each block's bits, as the trainer has them; decimals.
         contract: digest of the trainer's numerical policy.
         version: name of the weights.
     """
 
     transport: str
     sources: list[dict[str, Any]]
-    blocks: list[dict[str, Any]]
+    blocks: str
+    digests: list[str]
     contract: str
     version: str
-    parsed: list[Block] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.parsed = [Block.from_json(one) for one in self.blocks]
 
 
 class IsoModelsWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
@@ -73,6 +69,7 @@ class IsoModelsWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
     _agreed: str | None = None
     _parameters: dict[str, list[int]] | None = None
     _network: NetworkReceiver | None = None
+    _plan: Plan | None = None
     _received = False
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
@@ -117,12 +114,13 @@ class IsoModelsWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """See `update_weights`."""
-        blocks, mine = update_info.parsed, pieces(self.model.core)
-        receiver = self._together(lambda: self._admit(update_info, mine))
-        with receiver.read(update_info.sources, blocks, self.device) as tensors:
-            sources = self._together(lambda: arrive(receiver, blocks, tensors, mine, self.device))
+        plan, receiver = self._together(lambda: self._admit(update_info))
+        with receiver.read(update_info.sources, plan.blocks, self.device) as blocks:
+            come = self._together(
+                lambda: arrive(receiver, plan, update_info.digests, blocks, self.device)
+            )
             self.model.refusal = "a sync of weights was interrupted: send them again"
-            self._together(lambda: copy_in_place(sources, mine))
+            self._together(lambda: copy_in_place(come, plan.mine))
         self.model.refusal = None
         self._received = True
 
@@ -138,25 +136,31 @@ class IsoModelsWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def shutdown(self) -> None:
         """The trainer has gone."""
-        self._agreed = self._parameters = self._network = None
+        self._agreed = self._parameters = self._network = self._plan = None
 
-    def _admit(self, update: UpdateInfo, mine: list[Piece]) -> Receiver:
+    def _admit(self, update: UpdateInfo) -> tuple[Plan, Receiver]:
         """Refuse what is not for this engine, before anything is opened."""
         if update.contract != self._agreed or self._parameters is None:
             raise ContractError(
                 "these weights are of another contract than the one that was compared: make a new "
                 "WeightSender after a change of the trainer"
             )
-        check_blocks(update.parsed, self._parameters, mine)
-        if update.transport == "network":
+        core = self.model.core
+        if self._plan is None or not self._plan.fits(update.blocks, core):
+            self._plan = None  # it may hold tensors that the module has given up
+            self._plan = Plan.of(update.blocks, core, self._parameters)
+        return self._plan, self._receiver(update.transport)
+
+    def _receiver(self, transport: str) -> Receiver:
+        if transport == "network":
             if self._network is None:
                 raise CheckpointError("no network was joined: make a new WeightSender")
             return self._network
-        if update.transport == "cuda_ipc":
+        if transport == "cuda_ipc":
             return CudaIpcReceiver()
-        if update.transport == "shared_memory":
+        if transport == "shared_memory":
             return SharedMemoryReceiver()
-        raise CheckpointError(f"no weights travel by {update.transport!r} here")
+        raise CheckpointError(f"no weights travel by {transport!r} here")
 
     @property
     def _worker(self) -> int:

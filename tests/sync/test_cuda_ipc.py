@@ -83,7 +83,7 @@ def held(driver: Driver) -> list[Whole]:
 def offered(driver: Driver) -> tuple[list[Whole], list[Any], list[Block]]:
     own = held(driver)
     with CudaIpc().offer(own) as offer:
-        blocks = [Block.of(one, 0, *at) for one, at in zip(own, offer.places, strict=True)]
+        blocks = [Block.of(one, *at) for one, at in zip(own, offer.places, strict=True)]
         return own, offer.sources, blocks
 
 
@@ -120,19 +120,19 @@ def test_nothing_stays_mapped_after_a_failure(driver, monkeypatch, fault):
             pytest.raises(
                 CheckpointError, match=r"cannot be mapped.*cuIpcOpenMemHandle_v2 gave 201"
             ),
-            receiver.read(sources, blocks, DEVICE),
+            receiver.read(sources, blocks, DEVICE) as lent,
         ):
-            pass
+            lent.source(0)
     elif fault == "raise":
         with pytest.raises(KeyError), receiver.read(sources, blocks, DEVICE):
             raise KeyError
     else:
-        blocks[0] = Block(**{**vars(blocks[0]), "place": 300})
+        blocks[0] = blocks[0]._replace(place=300)
         with (
             pytest.raises(CheckpointError, match="a lies outside of what it sent"),
-            receiver.read(sources, blocks, DEVICE) as tensors,
+            receiver.read(sources, blocks, DEVICE) as lent,
         ):
-            list(tensors)
+            lent.source(0)
     assert driver.open == []
 
 

@@ -1,17 +1,41 @@
 """The digest of weights: every single change moves it, and each device gives the same."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
-from isomodels.sync.digest import copy_and_digest, digest, digests, signed
+from isomodels.sync.digest import Source, copy_and_digest, digest, digests, signed
 
 SIZES = (1, 3, 4, 4096, 8192, 8196, 70_001, 131_072 * 2 + 12)
+
+INTERPRETED = """
+import torch
+from isomodels.sync import digest_triton
+from isomodels.sync.digest import Span, digests
+
+digest_triton.TENSORS = 4
+generator = torch.Generator().manual_seed(0)
+sizes = (1, 2, 3, 700, 2048, 2049, 5000)
+x = [torch.randint(256, (16 * n,), generator=generator, dtype=torch.uint8) for n in sizes]
+y = [torch.zeros_like(one) for one in x]
+place = lambda some: [Span(torch.device("cpu"), one.data_ptr(), one.nbytes) for one in some]
+assert digest_triton.begin(place(x), None)() == digests(x)
+assert digest_triton.begin(place(x), place(y))() == digests(x)
+assert all(torch.equal(a, b) for a, b in zip(x, y))
+"""
 
 
 def random_bits(size: int, dtype: torch.dtype = torch.bfloat16, device: str = "cpu"):
     generator = torch.Generator().manual_seed(size)
     data = torch.randint(256, (size * dtype.itemsize,), generator=generator, dtype=torch.uint8)
     return data.to(device).view(dtype)
+
+
+def copied(sources: list[torch.Tensor], targets: list[torch.Tensor]) -> list[int]:
+    return copy_and_digest([Source.of(x) for x in sources], targets)
 
 
 def by_definition(tensor: torch.Tensor) -> int:
@@ -42,7 +66,7 @@ def test_two_signs_that_change_are_seen():
 def test_copies_are_digested_where_they_lie():
     sources = [random_bits(size) for size in SIZES]
     targets = [torch.zeros_like(x) for x in sources]
-    assert copy_and_digest(sources, targets) == digests(sources)
+    assert copied(sources, targets) == digests(sources)
     assert all(torch.equal(a.view(torch.int16), b.view(torch.int16))
                for a, b in zip(sources, targets, strict=True))  # fmt: skip
 
@@ -73,7 +97,23 @@ def test_a_gpu_gives_the_digests_of_the_cpu():
     expected = digests(sources)
     assert digests(on_gpu) == expected
     targets = [torch.zeros_like(x) for x in on_gpu]
-    assert copy_and_digest(on_gpu, targets) == expected
-    assert copy_and_digest(sources, [torch.zeros_like(x) for x in on_gpu]) == expected
+    assert copied(on_gpu, targets) == expected
+    assert copied(sources, [torch.zeros_like(x) for x in on_gpu]) == expected
     for target, x in zip(targets, sources, strict=True):
         assert torch.equal(target.cpu().view(torch.int16), x.view(torch.int16))
+
+
+def test_the_kernel_gives_the_digests_of_the_cpu(pytestconfig: pytest.Config):
+    """In Triton's interpreter, over several launches, each tensor apart and copied."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", INTERPRETED],
+        env=environment,
+        cwd=pytestconfig.rootpath,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr

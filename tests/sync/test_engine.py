@@ -14,7 +14,8 @@ from isomodels.contract import Contract, contract_of
 from isomodels.errors import CheckpointError, ContractError
 from isomodels.layers.pieces import pieces
 from isomodels.sync import WeightSender, digest
-from isomodels.sync.blocks import Block, Whole
+from isomodels.sync.blocks import Block, Whole, to_text
+from isomodels.sync.digest import digests
 from isomodels.vllm import Engine, LLMSyncClient, Request, weight_transfer
 from isomodels.vllm.incoming import check_blocks
 from tests.vllm.support import assert_equal_bits, draw, load_core
@@ -68,11 +69,11 @@ def test_the_names_on_both_sides_must_be_equal(folders: list[Path]):
     core = load_core(folders[0])
     tensors = weights(folders[0])
     parameters = {name: list(t.shape) for name, t in tensors.items()}
-    blocks = [Block.of(Whole(name, t), 0, 0, 0) for name, t in tensors.items()]
+    blocks = [Block.of(Whole(name, t), 0, 0) for name, t in tensors.items()]
     check_blocks(blocks, parameters, pieces(core))
     with pytest.raises(CheckpointError, match=f"missing: {blocks[0].name}"):
         check_blocks(blocks[1:], parameters, pieces(core))
-    more = Block.of(Whole("c", torch.zeros(1)), 0, 0, 0)
+    more = Block.of(Whole("c", torch.zeros(1)), 0, 0)
     with pytest.raises(CheckpointError, match="left over: c"):
         check_blocks([*blocks, more], parameters, pieces(core))
     with pytest.raises(CheckpointError, match=f"not filled exactly once: {blocks[0].name}"):
@@ -130,8 +131,8 @@ def test_an_interrupted_copy_stops_serving(engine: Engine, folders: list[Path], 
     sender = WeightSender(LLMSyncClient(engine.llm), contract_of(folders[0]))
     real = weight_transfer.copy_in_place
 
-    def failing(sources, mine):
-        real(sources[:3], mine[:3])
+    def failing(come, mine):
+        real(come[:3], mine[:3])
         raise RuntimeError("the device is lost")
 
     monkeypatch.setattr(weight_transfer, "copy_in_place", failing)
@@ -181,13 +182,15 @@ def test_a_file_that_is_gone_or_cut_is_refused(engine: Engine, folders: list[Pat
     client.init_weight_transfer_engine({"contract": contract.to_json()})
     cut = tmp_path / "cut"
     cut.write_bytes(b"short")
-    blocks = [Block.of(Whole(n, t), digest(t), 0, 0) for n, t in weights(folders[0]).items()]
+    tensors = weights(folders[0])
+    blocks = [Block.of(Whole(name, tensor), 0, 0) for name, tensor in tensors.items()]
     for path, message in ((tmp_path / "absent", "cannot be read"), (cut, "5 bytes instead of")):
         client.start_weight_update()
         info = {
             "transport": "shared_memory",
             "sources": [{"path": str(path), "bytes": 1 << 20}],
-            "blocks": [block.to_json() for block in blocks],
+            "blocks": to_text(blocks),
+            "digests": [str(value) for value in digests(list(tensors.values()))],
             "contract": contract.digests["numerical_policy"],
             "version": "x",
         }

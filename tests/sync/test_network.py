@@ -63,7 +63,7 @@ def test_every_worker_has_every_bit(monkeypatch, address):
             held = [Whole(name, tensor) for name, tensor in WEIGHTS.items()]
             with sender.offer(held) as offer:
                 blocks = [
-                    Block.of(one, 0, *place) for one, place in zip(held, offer.places, strict=True)
+                    Block.of(one, *place) for one, place in zip(held, offer.places, strict=True)
                 ]
                 reads = []
 

@@ -11,7 +11,8 @@ import torch
 
 from isomodels.errors import CheckpointError, IsoError
 from isomodels.sync import CudaIpc, SharedMemory, WeightSender, cuda_ipc
-from isomodels.sync.blocks import Whole
+from isomodels.sync.blocks import Whole, from_text
+from isomodels.sync.digest import digest
 from isomodels.sync.sender import transport_for
 
 NAMES = ("a", "b", "c")
@@ -69,8 +70,9 @@ def test_a_single_rank_names_where_its_blocks_lie():
     client = Client()
     sent = WeightSender(client, CONTRACT).send({n: torch.zeros(4) for n in NAMES}, "one")
     assert (sent.transport, sent.bytes) == ("shared_memory", 48)
-    assert [block["name"] for block in client.message["blocks"]] == list(NAMES)
-    assert {block["source"] for block in client.message["blocks"]} == {0}
+    blocks = from_text(client.message["blocks"])
+    assert [(block.name, block.source) for block in blocks] == [(name, 0) for name in NAMES]
+    assert client.message["digests"] == [str(digest(torch.zeros(4)))] * 3
 
 
 def rank(number: int, store: str, case: str, pipe: Any) -> None:
@@ -94,7 +96,8 @@ def rank(number: int, store: str, case: str, pipe: Any) -> None:
     except IsoError as error:
         ended = str(error)
     told = client.message and [
-        (b["name"], b["source"], len(client.message["sources"])) for b in client.message["blocks"]
+        (b.name, b.source, len(client.message["sources"]))
+        for b in from_text(client.message["blocks"])
     ]
     pipe.send((ended, told))
     dist.barrier()
