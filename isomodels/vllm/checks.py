@@ -121,6 +121,11 @@ def _device_refusals(vllm_config: Any) -> tuple[tuple[bool, str], ...]:
             "VLLM_BATCH_INVARIANT=1 replaces PyTorch operators under the kernels, which are "
             "batch invariant without it: unset it",
         ),
+        (
+            current_platform.is_cpu() and envs.VLLM_FLOAT32_MATMUL_PRECISION != "highest",
+            f"VLLM_FLOAT32_MATMUL_PRECISION={envs.VLLM_FLOAT32_MATMUL_PRECISION} rounds fp32 "
+            "products: unset it",
+        ),
     )
 
 
@@ -131,13 +136,34 @@ def _parallel_refusals(parallel: Any) -> tuple[tuple[bool, str], ...]:
         "--decode-context-parallel-size": parallel.decode_context_parallel_size,
         "--prefill-context-parallel-size": parallel.prefill_context_parallel_size,
     }
+    ranks, executor = parallel.tensor_parallel_size, parallel.distributed_executor_backend
     return (
         *((size > 1, f"{name} {size} is not supported: use 1") for name, size in sizes.items()),
         (
-            parallel.tensor_parallel_size > 1 and parallel.distributed_executor_backend == "ray",
-            "--distributed-executor-backend ray was not checked: use mp",
+            ranks > 1 and executor not in (None, "mp"),
+            f"--distributed-executor-backend {executor} was not checked: use mp",
         ),
-        (parallel.enable_dbo, "--enable-dbo is not supported: leave it out"),
+        (
+            getattr(parallel, "nnodes", 1) > 1,
+            "--nnodes was not checked: use the GPUs of one host",
+        ),
+        (
+            parallel.enable_dbo or getattr(parallel, "ubatch_size", 0) > 1,
+            "--enable-dbo and --ubatch-size are not supported: leave them out",
+        ),
+        (
+            parallel.enable_eplb or parallel.expert_placement_strategy != "linear",
+            "experts keep their places: leave out --enable-eplb and --expert-placement-strategy",
+        ),
+        (
+            bool(getattr(parallel, "enable_ep_weight_filter", False)),
+            "--enable-ep-weight-filter is not supported, since every worker checks the whole "
+            "checkpoint: leave it out",
+        ),
+        (
+            bool(getattr(parallel, "enable_batch_sharded_sampling", False)),
+            "--enable-batch-sharded-sampling is not supported: leave it out",
+        ),
     )
 
 
@@ -193,6 +219,10 @@ def _model_refusals(vllm_config: Any) -> tuple[tuple[bool, str], ...]:
             f"--load-format {load_format} is not supported: use safetensors files and auto",
         ),
         (
+            bool(getattr(model, "model_weights", "")),
+            "--model-weights is not supported: put the weights beside config.json",
+        ),
+        (
             model.logprobs_mode not in _LOGPROBS_MODES,
             f"--logprobs-mode {model.logprobs_mode} is not supported: use raw_logprobs or "
             "processed_logprobs",
@@ -226,6 +256,10 @@ def _engine_refusals(vllm_config: Any) -> tuple[tuple[bool, str], ...]:
             or vllm_config.cache_config.kv_offloading_size is not None,
             "KV transfer and offloading are not supported: leave out --kv-transfer-config and "
             "--kv-offloading-size",
+        ),
+        (
+            vllm_config.cache_config.kv_sharing_fast_prefill,
+            "--kv-sharing-fast-prefill is not supported, since no layers share keys: leave it out",
         ),
         (
             uva.cpu_offload_gb > 0 or prefetch.offload_group_size > 0,
@@ -301,20 +335,20 @@ def check_files(path: Path) -> None:
 def _set_logprobs(vllm_config: Any) -> None:
     from vllm.platforms import current_platform
 
-    from isomodels.vllm.sampling import NORMALIZE, REFUSE_SEEDS
+    from isomodels.vllm.sampling import CHECK_RAW, NORMALIZE, REFUSE_SEEDS
 
     model = vllm_config.model_config
     processors = list(model.logits_processors or ())
     processed = model.logprobs_mode == "processed_logprobs"
     if vllm_config.use_v2_model_runner:
-        if processed:  # the sampler normalises: see `isomodels.vllm.sampling_v2`
-            processors.append("isomodels.vllm.sampling_v2:CheckProcessed")
+        # in processed mode the sampler normalises
+        check = "CheckProcessed" if processed else "CheckRaw"
+        processors.append(f"isomodels.vllm.sampling_v2:{check}")
     else:
-        if processed:
-            processors += NORMALIZE
+        processors += NORMALIZE if processed else (CHECK_RAW,)
         if current_platform.is_cpu() and vllm_config.scheduler_config.enable_chunked_prefill:
             processors.append(REFUSE_SEEDS)
-    model.logits_processors = processors or None
+    model.logits_processors = processors
     model.logprobs_mode = _LOGPROBS_MODES[model.logprobs_mode]
 
 

@@ -26,6 +26,23 @@ def _changes(params: SamplingParams) -> list[str]:
     return [name for name, on in changed.items() if on]
 
 
+def check_raw(params: SamplingParams) -> None:
+    """Refuses a request whose sampling vLLM would not do as it says.
+
+    A repetition penalty divides a logit above 0 and multiplies one below. vLLM samples from
+    normalised logprobs here, none of which is above 0; every other option is the same for both.
+
+    Raises:
+        VLLMValidationError: HTTP 400.
+    """
+    if params.repetition_penalty != 1.0:
+        raise VLLMValidationError(
+            "isomodels: repetition_penalty cannot be used: it goes by the signs of logits, and "
+            "vLLM gets logprobs. Leave it out (or start with --generation-config vllm if "
+            "generation_config.json sets it), or use presence_penalty or frequency_penalty."
+        )
+
+
 def check_processed(params: SamplingParams) -> None:
     """Refuses a request whose processed logprobs the trainer could not follow.
 

@@ -5,7 +5,7 @@ with its own softmax, another operation on each device. Here the engine runs in 
 "processed_logits", which hands back what the logits processors leave, and two processors leave
 normalised logprobs: vLLM divides by the temperature between them.
 
-And a request that would end the engine on the CPU is refused.
+And requests are refused that cannot be honoured, or would end the engine on the CPU.
 """
 
 import torch
@@ -14,7 +14,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, process_dict_updates
 
 from isomodels.kernels.logprob import log_normalize
-from isomodels.vllm.requests import GREEDY_BELOW, check_processed, check_seed
+from isomodels.vllm.requests import GREEDY_BELOW, check_processed, check_raw, check_seed
 
 
 class _NormalizeRows(LogitsProcessor):
@@ -61,16 +61,11 @@ class NormalizeRandomRows(_NormalizeRows):
     greedy = False
 
 
-class RefuseSeeds(LogitsProcessor):
+class _ChecksOnly(LogitsProcessor):
     """Changes nothing: vLLM asks it about each request."""
 
     def __init__(self, vllm_config: object, device: torch.device, is_pin_memory: bool):
         pass
-
-    @classmethod
-    def validate_params(cls, sampling_params: SamplingParams) -> None:
-        """See `check_seed`."""
-        check_seed(sampling_params)
 
     def is_argmax_invariant(self) -> bool:
         """See the base class."""
@@ -84,5 +79,24 @@ class RefuseSeeds(LogitsProcessor):
         return logits
 
 
+class CheckRaw(_ChecksOnly):
+    """For `--logprobs-mode raw_logprobs`."""
+
+    @classmethod
+    def validate_params(cls, sampling_params: SamplingParams) -> None:
+        """See `check_raw`."""
+        check_raw(sampling_params)
+
+
+class RefuseSeeds(_ChecksOnly):
+    """For the CPU."""
+
+    @classmethod
+    def validate_params(cls, sampling_params: SamplingParams) -> None:
+        """See `check_seed`."""
+        check_seed(sampling_params)
+
+
+CHECK_RAW = f"{__name__}:CheckRaw"
 REFUSE_SEEDS = f"{__name__}:RefuseSeeds"
 NORMALIZE = (f"{__name__}:NormalizeGreedyRows", f"{__name__}:NormalizeRandomRows")

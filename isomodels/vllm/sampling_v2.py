@@ -16,16 +16,11 @@ from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext, LogitsProc
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from isomodels.kernels.logprob import log_normalize
-from isomodels.vllm.requests import check_processed
+from isomodels.vllm.requests import check_processed, check_raw
 
 
-class CheckProcessed(LogitsProcessor):
+class _ChecksOnly(LogitsProcessor):
     """Changes nothing: vLLM asks it about each request."""
-
-    @classmethod
-    def validate_params(cls, sampling_params: SamplingParams) -> None:
-        """See `check_processed`."""
-        check_processed(sampling_params)
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
         """See the base class."""
@@ -34,6 +29,24 @@ class CheckProcessed(LogitsProcessor):
     def apply(self, logits: Tensor, ctx: LogitsContext) -> Tensor:
         """See the base class."""
         return logits
+
+
+class CheckRaw(_ChecksOnly):
+    """For `--logprobs-mode raw_logprobs`, where vLLM's own sampler runs."""
+
+    @classmethod
+    def validate_params(cls, sampling_params: SamplingParams) -> None:
+        """See `check_raw`."""
+        check_raw(sampling_params)
+
+
+class CheckProcessed(_ChecksOnly):
+    """For `--logprobs-mode processed_logprobs`."""
+
+    @classmethod
+    def validate_params(cls, sampling_params: SamplingParams) -> None:
+        """See `check_processed`."""
+        check_processed(sampling_params)
 
 
 class NormalizingSampler(Sampler):
