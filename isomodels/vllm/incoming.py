@@ -183,14 +183,15 @@ def copy_in_place(come: Sequence[Come], mine: Sequence[Piece]) -> None:
     Raises:
         CheckpointError: it differs from the trainer's.
     """
-    whole = [(one, piece) for one, piece in zip(come, mine, strict=True) if one.expected]
-    values = copy_and_digest([one.source for one, _ in whole], [piece.tensor for _, piece in whole])
+    pairs = list(zip(come, mine, strict=True))
+    known = [(one, piece) for one, piece in pairs if one.expected is not None]
+    values = copy_and_digest([one.source for one, _ in known], [piece.tensor for _, piece in known])
     wrong = [
         piece.name
-        for (one, piece), value in zip(whole, values, strict=True)
+        for (one, piece), value in zip(known, values, strict=True)
         if str(value) != one.expected
     ]
-    for one, piece in zip(come, mine, strict=True):
+    for one, piece in pairs:
         if one.expected is None:  # one by one: what is put together takes memory
             tensor = one.source.tensor()
             if copy_and_digest([Source.of(tensor)], [piece.tensor]) != [digest(tensor)]:

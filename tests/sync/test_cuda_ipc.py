@@ -101,6 +101,22 @@ def test_each_allocation_is_mapped_once_and_let_go(driver, monkeypatch):
     assert driver.open == []
 
 
+def test_a_trainer_whose_memory_moves_between_syncs(driver, monkeypatch):
+    """Blocks at the same places in another allocation: each sync maps what it is told."""
+    told = offered(driver)
+    driver.memory[0] = driver.memory[0].flip(0)
+    again = offered(driver)
+    assert again[2] == told[2]  # a known plan
+    assert again[1] != told[1]
+    monkeypatch.setattr(cuda_ipc, "_process", lambda: "the engine")
+    for own, sources, blocks in (again, again):
+        with CudaIpcReceiver().read(sources, blocks, DEVICE) as lent:
+            for number, one in enumerate(own):
+                assert torch.equal(lent[number], one.tensor.as_subclass(torch.Tensor))
+                assert torch.equal(lent.source(number).tensor(), lent[number])
+        assert driver.open == []
+
+
 def test_an_engine_in_the_trainers_process_opens_no_handle(driver):
     own, sources, blocks = offered(driver)
     sources = [{**source, "device": 0} for source in sources]

@@ -1,7 +1,7 @@
 """What an engine keeps from sync to sync: every change of either side is noticed."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -13,10 +13,11 @@ pytest.importorskip("vllm", reason="vllm is not installed")
 from isomodels.contract import contract_of
 from isomodels.errors import CheckpointError
 from isomodels.layers.parallel import named_tensors
-from isomodels.sync import SharedMemory, WeightSender
+from isomodels.sync import SharedMemory, WeightSender, digest
 from isomodels.sync.blocks import Block, Whole, from_text, to_text
+from isomodels.sync.digest import Source
 from isomodels.vllm import LLMSyncClient
-from isomodels.vllm.incoming import Plan
+from isomodels.vllm.incoming import Come, Plan, copy_in_place
 from tests.megatron.bits import assert_all_same_bits
 from tests.sync.test_engine import check, weights
 from tests.vllm.support import load_core
@@ -210,24 +211,41 @@ def test_a_known_plan_admits_nothing_else(engine, folders, fault):
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "message"),
+    ("field", "change", "message"),
     [
-        ("blocks", "[[1]]", "the trainer's blocks cannot be read"),
-        ("blocks", "no json", "the trainer's blocks cannot be read"),
-        ("digests", [], "the trainer sent 0 digests of"),
-        ("digests", ["0"] * 1000, "the trainer sent 1000 digests of"),
+        ("blocks", lambda text: "[[1]]", "the trainer's blocks cannot be read"),
+        ("blocks", lambda text: text[:-1], "the trainer's blocks cannot be read"),
+        ("digests", lambda values: [], "the trainer sent 0 digests of"),
+        ("digests", lambda values: values * 2, "the trainer sent .* digests of"),
+        ("digests", lambda values: [""] * len(values), "damaged on the way"),
+        ("digests", lambda values: [None] * len(values), "damaged on the way"),
+        ("digests", lambda values: list(reversed(values)), "damaged on the way"),
     ],
 )
-def test_a_message_that_is_not_whole(engine, folders, field, value, message):
+def test_a_message_that_is_not_whole(engine, folders, monkeypatch, field, change, message):
     client = LLMSyncClient(engine.llm)
     sender = WeightSender(client, contract_of(folders[0]), SharedMemory())
     sender.send(weights(folders[0]), "known")
     real = client.update_weights
-    client.update_weights = lambda info: real({**info, field: value})  # type: ignore[method-assign]
+    monkeypatch.setattr(
+        client, "update_weights", lambda info: real({**info, field: change(info[field])})
+    )
     with pytest.raises(CheckpointError, match=message):
         sender.send(weights(folders[1]), "refused")
     assert client.weight_version() == "known"
     assert_served(engine, weights(folders[0]))
+
+
+@pytest.mark.parametrize("expected", ["", "0"])
+def test_what_is_not_copied_on_the_way_is_compared_with_its_digest(folders, expected):
+    """Where blocks are the trainer's own memory (CUDA IPC): after the copy, none is left out."""
+    core, new = load_core(folders[0]), weights(folders[1])
+    plan = plan_of(core)
+    come = [Come(Source.of(new[piece.name]), str(digest(new[piece.name]))) for piece in plan.mine]
+    copy_in_place(come, plan.mine)
+    with pytest.raises(CheckpointError, match=f"after the sync {plan.mine[2].name} differ"):
+        copy_in_place([replace(x, expected=expected) if i == 2 else x for i, x in enumerate(come)],
+                      plan.mine)  # fmt: skip
 
 
 def test_a_sync_that_broke_off_in_the_trainer_can_be_made_again(engine, folders, monkeypatch):
