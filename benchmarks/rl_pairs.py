@@ -41,6 +41,7 @@ class Work:
         prompts, group: prompts of a step, and answers to each.
         tokens_in, tokens_out: lengths of both.
         max_tokens: of a microbatch.
+        rounds: generations of each engine alone.
         warm_up, steps: steps before the timed ones, and timed.
         cache_gib: memory of the engine's cache.
         profile: say which kernels a decode step runs.
@@ -53,6 +54,7 @@ class Work:
     tokens_in: int = 256
     tokens_out: int = 256
     max_tokens: int = 8192
+    rounds: int = 5
     warm_up: int = 2
     steps: int = 5
     cache_gib: float = 12.0
@@ -173,6 +175,18 @@ class Pair:
             "sync_calls": self.sync_calls,
             **({"sync_failed": self.sync_failed} if self.sync_failed else {}),
         }
+
+    def generate(self, seed: int) -> dict[str, float]:
+        """Rollouts alone: seconds, and milliseconds of a decode step of all answers."""
+        leave_heap_alone()
+        llm = self.rollouts.llm
+        llm.collective_rpc("take_steps")
+        begin = time.perf_counter()
+        self.samples(seed)
+        seconds = time.perf_counter() - begin
+        (steps,) = llm.collective_rpc("take_steps")
+        decode = decode_step_ms(json.loads(steps), self.work.prompts * self.work.group)
+        return {"generation": seconds, "decode_step_ms": decode}
 
     def profile(self) -> dict[str, Any]:
         """Kernels of a decode step of all answers at once (`harness.kernels_of`)."""

@@ -6,8 +6,8 @@ is vLLM with our module and Megatron's provider, every ratio asserted to be 1 by
 with its own model and defaults, `benchmarks.rl_stock`, and vLLM's own weight transfer by CUDA IPC.
 
 Each pair is a process (and its engine another). All engines start side by side, with one process
-more for each trainer, which compiles its kernels on a smaller model. Then one pair after the other
-makes its trainer, warms up and is timed.
+more for each trainer, which compiles its kernels on a smaller model. The engines generate in turn,
+then one pair after the other makes its trainer, warms up and is timed.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from typing import Any
 
 from benchmarks.engine import ROOT, scratch
 from benchmarks.harness import Timing, summary
-from benchmarks.rl_pairs import PARTS, Work, serve
+from benchmarks.rl_pairs import PARTS, WARM, Work, serve
 from isomodels.config import read_config
 
 MOST = 1.05  # of stock's time for a whole step
@@ -132,20 +132,19 @@ def measure(
             with told(name):
                 say(begin, f"{name}: kernels compiled in {remote.answer()[1]:.0f} s")
             remote.close()
-        for number, (name, remote) in enumerate(pairs.items()):
+        for name, remote in pairs.items():
             with told(name):
                 chosen, took, _ = remote.answer()
-                results[name] = {"chosen": chosen, "engine_start": took}
+                results[name] = {"chosen": chosen, "engine_start": took, "alone": []}
                 say(begin, f"{name}: engine started in {took:.0f} s")
-                if not number:  # while the other engines start
-                    remote.ask("start_trainer")
+        in_turn(pairs, work, results)
+        say(begin, "generation alone: done")
         for number, (name, remote) in enumerate(pairs.items()):
             now = time.perf_counter()
             until = now + (begin + seconds - now) / (len(pairs) - number)
             if name in results:
                 with told(name):
-                    if number:
-                        remote.ask("start_trainer")
+                    remote.ask("start_trainer")
                     try:
                         timed(remote, work, until, results[name])
                     except RuntimeError:
@@ -156,6 +155,25 @@ def measure(
                     with told(name):
                         profiled(remote, results[name])
             remote.close()
+
+
+def in_turn(pairs: dict[str, Remote], work: Work, results: dict[str, dict[str, Any]]) -> None:
+    """Generation alone, one engine after the other in each round.
+
+    A host's speed drifts by more than two engines differ: this way they share the drift.
+    """
+    for seed in range(WARM + 2, WARM + 2 + work.rounds):
+        for name, remote in pairs.items():
+            if name in results:
+                with told(name):
+                    remote.ask("generate", seed)
+                    try:
+                        one = remote.answer()[0]
+                    except RuntimeError:
+                        del results[name]
+                        raise
+                    results[name]["alone"].append(one)
+                    print(name, "alone", rounded(one), flush=True)
 
 
 def timed(remote: Remote, work: Work, until: float, result: dict[str, Any]) -> None:
@@ -239,6 +257,18 @@ def compare(ours: dict[str, Any], stock: dict[str, Any], work: Work) -> list[Tim
             Timing("RL step", name, baseline, 1e3 * mine, 1e3 * theirs, floor,
                    max(spread, other), note if whole else "")
         )  # fmt: skip
+    for key, what, unit in (
+        ("generation", "generation alone, the engines in turn", 1e3),
+        ("decode_step_ms", "a decode step of it", 1.0),
+    ):
+        (mine, spread), (theirs, other) = (
+            summary([one[key] for one in side["alone"]]) for side in (ours, stock)
+        )
+        name, spread = f"{shape}: {what}", max(spread, other)
+        note = f"{len(ours['alone'])} rounds"
+        lines.append(
+            Timing("RL step", name, baseline, unit * mine, unit * theirs, 0.0, spread, note)
+        )
     return lines
 
 
@@ -256,7 +286,8 @@ def main() -> int:
     parser.add_argument("--model", default=str(ROOT / "tests/data/configs/qwen3-1.7b"))
     parser.add_argument("--set", action="append", default=[], help="NAME=JSON of config.json")
     parser.add_argument("--contestants", default="ours,stock")
-    for name in ("prompts", "group", "tokens-in", "tokens-out", "max-tokens", "warm-up", "steps"):
+    sizes = ("prompts", "group", "tokens-in", "tokens-out", "max-tokens")
+    for name in (*sizes, "rounds", "warm-up", "steps"):
         parser.add_argument(f"--{name}", type=int)
     parser.add_argument("--cache-gib", type=float)
     parser.add_argument(

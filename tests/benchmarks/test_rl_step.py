@@ -1,7 +1,9 @@
 """The RL row: its stock trainer computes our function, its work and its lines are what they say."""
 
+import gc
 import json
 from dataclasses import asdict
+from typing import ClassVar
 
 import pytest
 import torch
@@ -109,15 +111,18 @@ def result(seconds: float, **changed) -> dict:
     return {
         "chosen": {**chosen, **dict.fromkeys(rl_step.SAME, 1), **changed},
         "trainer": "trainer",
+        "alone": [{"generation": seconds, "decode_step_ms": 7 * seconds}] * 3,
         "warm_up": [step],
         "steps": [step, step],
     }
 
 
 class Scripted:
-    """A pair's process whose third timed step of `failing` raises."""
+    """A pair's process; what `failing` is asked for at `fails_at` raises."""
 
     failing, error = "", RuntimeError("a ratio is not 1")
+    fails_at = ("step", WORK.warm_up + 2)
+    order: ClassVar[list] = []
 
     def __init__(self, label, name, *_):
         self.label = self.name = name
@@ -128,17 +133,21 @@ class Scripted:
 
     def answer(self):
         (method, *arguments) = self.asked[-1]
-        if method == "step" and (self.name, *arguments) == (self.failing, WORK.warm_up + 2):
+        self.order.append((self.label, method))
+        if self.name == self.failing and (method, *arguments) == self.fails_at:
             raise self.error
-        return result(1.0)["steps"][0] if method == "step" else method, 0.1, {}
+        given = {"step": result(1.0)["steps"][0], "generate": result(1.0)["alone"][0]}
+        return given.get(method, method), 0.1, {}
 
     def close(self):
         pass
 
 
-def scripted(monkeypatch, tmp_path, failing, error, seconds=60.0):
+def scripted(monkeypatch, tmp_path, failing, error, seconds=60.0, fails_at=Scripted.fails_at):
     monkeypatch.setattr(Scripted, "failing", failing)
     monkeypatch.setattr(Scripted, "error", error)
+    monkeypatch.setattr(Scripted, "fails_at", fails_at)
+    monkeypatch.setattr(Scripted, "order", [])
     monkeypatch.setattr(rl_step, "Remote", Scripted)
     monkeypatch.setattr("isomodels.parity.checkpoints.random_checkpoint", lambda *_: None)
     results = {}
@@ -158,6 +167,37 @@ def test_a_pair_that_fails_late_has_no_line(monkeypatch, tmp_path, capsys, faili
     assert f"{failing} failed: a ratio is not 1" in capsys.readouterr().out
 
 
+def test_engines_generate_in_turn_before_a_trainer_starts(monkeypatch, tmp_path):
+    results = scripted(monkeypatch, tmp_path, "", None)
+    order = Scripted.order
+    assert [one for one in order if one[1] == "generate"] == [
+        ("ours", "generate"),
+        ("stock", "generate"),
+    ] * WORK.rounds
+    assert order.index(("ours", "start_trainer")) > order.index(("stock", "generate"))
+    assert [len(one["alone"]) for one in results.values()] == [WORK.rounds] * 2
+
+
+def test_a_pair_that_cannot_generate_is_left_out(monkeypatch, tmp_path, capsys):
+    fails_at = ("generate", rl_pairs.WARM + 3)
+    results = scripted(monkeypatch, tmp_path, "stock", RuntimeError("no memory"), fails_at=fails_at)
+    assert list(results) == ["ours"]
+    assert len(results["ours"]["steps"]) == WORK.steps
+    assert capsys.readouterr().out.count("stock failed: no memory") == 1
+
+
+def test_the_callers_heap_is_left_alone():
+    """Objects from before a step are no collection's any more."""
+    stale = [[] for _ in range(3)]
+    stale[0].append(stale)
+    rl_pairs.leave_heap_alone()
+    try:
+        assert not any(one is stale for one in gc.get_objects())
+    finally:
+        gc.unfreeze()
+    assert any(one is stale for one in gc.get_objects())
+
+
 def test_what_was_measured_is_kept_when_time_is_over(monkeypatch, tmp_path):
     results = scripted(monkeypatch, tmp_path, "stock", KeyboardInterrupt())
     assert results["interrupted"]
@@ -171,7 +211,8 @@ def test_lines_of_the_table():
     whole, *parts = rl_step.compare(result(1.04), result(1.0), WORK)
     assert whole.ratio > whole.floor
     assert "30 ratios of ours" in whole.note
-    assert [line.floor for line in parts] == [0.0] * 3
+    assert [line.floor for line in parts] == [0.0] * 5
+    assert [round(line.ours_ms) for line in parts[-2:]] == [1040, 7]  # of seconds, of milliseconds
     whole, *_ = rl_step.compare(result(1.06), result(1.0), WORK)
     assert whole.ratio < whole.floor
     with pytest.raises(RuntimeError, match="not the same scheduler: max_num_seqs"):
