@@ -36,6 +36,7 @@ class HostDevice(StrEnum):
 class Workload(StrEnum):
     """What `--workload` may be."""
 
+    short = "short"
     quick = "quick"
     full = "full"
 

@@ -72,8 +72,9 @@ def parity(
     workload: Annotated[
         Workload,
         typer.Option(
-            help="quick: sequences to 512 tokens, batches to 8, some 40,000 comparisons. full: to "
-            "8,192 tokens and 256, over a million; for a GPU."
+            help="short: the least that enters every case. quick: sequences to 512 tokens, batches "
+            "to 8, some 40,000 comparisons. full: to 8,192 tokens and 256, over a million; for a "
+            "GPU."
         ),
     ] = Workload.quick,
     max_num_batched_tokens: Annotated[

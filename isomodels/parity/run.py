@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from isomodels.checkpoint import open_checkpoint
 from isomodels.config import read_config
 from isomodels.contract import contract_of
 from isomodels.errors import UnsupportedError
@@ -183,6 +184,9 @@ def run_parity(
     report.trainer_layout, report.engine_layout = str(trainer_layout), str(engine_layout)
     report.stock_needs = what_stock_lacks(spec, config, device) if stock else None
     stock = stock and report.stock_needs is None
+    # refused here, and not after two hosts have started
+    open_checkpoint(checkpoint)
+    source = PromptSource(checkpoint, config.vocab_size, seed)
     with ExitStack() as stack:
         say("starting vLLM and Megatron")
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="isomodels-")))
@@ -212,7 +216,6 @@ def run_parity(
                 max_tokens=workload.microbatch,
             )
         )
-        source = PromptSource(checkpoint, config.vocab_size, seed)
         engine.result()
         report.model_runner = engine.call("model_runner")
         trainer.result()

@@ -20,7 +20,7 @@ _LONG = (257, 300, 400)
 # Around and beyond the 2,048 keys after which the GPU's attention merges segments.
 _LONGER = (1000, 2047, 2048, 2049, 4095, 4096, 4097, 5003, 6200)
 
-_CROWD_TOKENS = 100  # sampled by each of a crowd
+_STATE_CROWD = 8, 100  # requests and tokens, at least: most of their memory are states
 _SPARE = 16  # pages, where a page holds many tokens
 
 _EMPTYING_LEAST = 8  # tokens of the first to end: by then all have come
@@ -38,6 +38,7 @@ class Workload:
         scored: lengths of the prompts whose logprobs are compared.
         prefixes: (length, requests that share it).
         crowded: requests that need more than all pages.
+        crowd_tokens: what each of them samples.
         emptying: requests of the batch that decodes until one is left, with CUDA graphs and
             without.
         emptying_tokens: what the longest of them samples.
@@ -45,6 +46,7 @@ class Workload:
         crossing: requests of the crowd whose sequences end in their second page, where only
             these ask for more pages than they began with.
         page: tokens of a page.
+        apart: steps between two requests that share a prefix.
     """
 
     max_model_len: int
@@ -59,6 +61,8 @@ class Workload:
     microbatch: int
     crossing: int = 0
     page: int = BLOCK_SIZE
+    crowd_tokens: int = 100
+    apart: int = 5
 
     def engine_limits(self) -> dict[str, Any]:
         """Arguments of `vllm.LLM`."""
@@ -75,6 +79,21 @@ class Workload:
 
 
 WORKLOADS = {
+    # each of the cases that need 200 logprobs has few more
+    "short": Workload(
+        max_model_len=320,
+        max_num_batched_tokens=128,
+        max_num_seqs=8,
+        num_blocks=30,
+        scored=(*_SHORT, 257),
+        prefixes=((144, 9),),
+        apart=2,
+        crowded=7,
+        crowd_tokens=76,
+        emptying=7,
+        emptying_tokens=80,
+        microbatch=4096,
+    ),
     "quick": Workload(
         max_model_len=512,
         max_num_batched_tokens=128,
@@ -134,8 +153,11 @@ def with_states(workload: Workload, config: HybridConfig, device: str, ranks: in
     counts = [len(config.layers_of(kind)) for kind in ("linear_attention", "full_attention")]
     groups = -(-counts[0] // counts[1])  # of recurrent layers, each with its own blocks
     page, _ = page_of(config, device, ranks)
-    if page > _CROWD_TOKENS:
-        if page + _CROWD_TOKENS > workload.max_model_len or page > workload.max_num_batched_tokens:
+    if page > workload.crowd_tokens:
+        if (
+            page + workload.crowd_tokens > workload.max_model_len
+            or page > workload.max_num_batched_tokens
+        ):
             raise UnsupportedError(
                 f"a recurrent state of this model fills a page of {page} tokens, which no step of "
                 "this workload does: use --workload full"
@@ -155,6 +177,8 @@ def with_states(workload: Workload, config: HybridConfig, device: str, ranks: in
         + 2 * groups * workload.max_num_seqs,
         scored=(*workload.scored, *range(5, BLOCK_SIZE), *(BLOCK_SIZE,) * 5),
         prefixes=tuple((length, count + 4) for length, count in workload.prefixes),
+        crowded=max(workload.crowded, _STATE_CROWD[0]),
+        crowd_tokens=max(workload.crowd_tokens, _STATE_CROWD[1]),
         page=page,
     )
 
@@ -225,7 +249,7 @@ def rounds(source: PromptSource, device: str, workload: Workload) -> Iterator[Ro
         [
             request
             for length, count in workload.prefixes
-            for request in _sharing(source, length, count)
+            for request in _sharing(source, length, count, workload.apart)
         ],
     )
     yield Round("more sequences than pages", _crowd(source, workload))
@@ -235,13 +259,13 @@ def rounds(source: PromptSource, device: str, workload: Workload) -> Iterator[Ro
 
 
 def _crowd(source: PromptSource, workload: Workload) -> list[Request]:
-    edge = workload.page - _CROWD_TOKENS + 1  # their samples cross it
+    edge = workload.page - workload.crowd_tokens + 1  # their samples cross it
     lengths = [edge + i % 64 for i in range(workload.crossing)]
     lengths += [60 + i % 64 for i in range(workload.crossing, workload.crowded)]
-    return [Request(source.draw(n), max_tokens=_CROWD_TOKENS) for n in lengths]
+    return [Request(source.draw(n), max_tokens=workload.crowd_tokens) for n in lengths]
 
 
-def _sharing(source: PromptSource, length: int, count: int) -> Iterator[Request]:
+def _sharing(source: PromptSource, length: int, count: int, apart: int) -> Iterator[Request]:
     prefix = source.draw(length)
     for i in range(count):
         yield Request(
@@ -250,7 +274,7 @@ def _sharing(source: PromptSource, length: int, count: int) -> Iterator[Request]
             temperature=0.7 if i % 2 else 1.0,
             top_p=0.9 if i % 3 == 0 else 1.0,
             n=2 if i == 4 else 1,
-            arrival=5 * i,
+            arrival=apart * i,
         )
 
 

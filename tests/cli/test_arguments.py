@@ -163,7 +163,7 @@ WRONG = {
         for device in ("tpu", "mps", "cuda:", "cuda:x", "cuda:1000", "cpu:0", "CPU", "")
     },
     "parity --device": (("parity", "--device", "cuda:1"), "'cuda:1' is not one of 'cpu', 'cuda'"),
-    "--workload": (("parity", "--workload", "big"), "'big' is not one of 'quick', 'full'"),
+    "--workload": (("parity", "--workload", "big"), "'big' is not one of 'short', 'quick', 'full'"),
     "--host": ((*WITH_IDS, "--host", "sglang"), "is not one of 'module', 'vllm', 'megatron'"),
     "--to": (("convert", "a", "b", "--to", "gguf"), "'gguf' is not one of 'hf', 'megatron'"),
     "--experts": (("convert", "a", "b", "--experts", "x"), "'x' is not one of 'apart', 'fused'"),
@@ -297,7 +297,7 @@ def test_help_teaches(command: tuple[str, ...]) -> None:
     for option, choices in (
         ("--dtype", "<float32|bfloat16>"),
         ("--host", "<module|vllm|megatron>"),
-        ("--workload", "<quick|full>"),
+        ("--workload", "<short|quick|full>"),
         ("--to", "<hf|megatron>"),
         ("--experts", "<apart|fused>"),
         ("--device", "<cpu|cuda>" if command == ("parity",) else "<cpu|cuda|cuda:N>"),

@@ -1,7 +1,6 @@
 """The hybrids in the real engine and the real trainer."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -267,10 +266,9 @@ def test_parity(tmp_path, arch, dtype):
     pytest.importorskip("vllm")
     pytest.importorskip("megatron.core")
     file = tmp_path / "report.json"
-    options = ["--arch", arch, "--dtype", dtype, "--no-stock", "--json", str(file)]
+    options = ["--arch", arch, "--dtype", dtype, "--workload", "short", "--no-stock"]
     done = subprocess.run(
-        [str(ISOMODELS), "parity", *options],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        [str(ISOMODELS), "parity", *options, "--json", str(file)],
         capture_output=True,
         text=True,
         check=False,
@@ -278,4 +276,4 @@ def test_parity(tmp_path, arch, dtype):
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(file.read_text())
     assert sum(case["differ"] for case in report["cases"].values()) == 0
-    assert sum(case["compared"] for case in report["cases"].values()) > 40_000
+    assert sum(case["compared"] for case in report["cases"].values()) > 20_000

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from isomodels.cli.main import app
 from isomodels.contract import contract_of
@@ -22,6 +22,7 @@ from isomodels.parity.cases import cases_of
 from isomodels.parity.checkpoints import random_checkpoint, tiny_config
 from isomodels.parity.remote import ProcessError
 from isomodels.parity.run import run_parity
+from isomodels.parity.workload import WORKLOADS
 from isomodels.registry import get_spec
 
 ISOMODELS = Path(sys.executable).with_name("isomodels")
@@ -41,20 +42,23 @@ def _run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str
     )
 
 
+def _in_process(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["parity", *arguments])
+
+
 @pytest.mark.parametrize(
-    "arch",
+    ("arch", "options"),
     [
-        "MiMoForCausalLM",
-        "Qwen3MoeForCausalLM",
-        "Glm4MoeLiteForCausalLM",
-        "DeepseekV3ForCausalLM",
+        # once: what stock does is no matter of the architecture
+        ("MiMoForCausalLM", ()),
+        ("Qwen3MoeForCausalLM", ("--no-stock", "--workload", "short")),
+        ("Glm4MoeLiteForCausalLM", ("--no-stock", "--workload", "short")),
+        ("DeepseekV3ForCausalLM", ("--no-stock", "--workload", "short")),
     ],
 )
-def test_every_case_has_equal_bits(tmp_path: Path, arch: str) -> None:
+def test_every_case_has_equal_bits(tmp_path: Path, arch: str, options: tuple[str, ...]) -> None:
     file = tmp_path / "report.json"
-    # once: what stock does is no matter of the architecture
-    alone = () if arch == "MiMoForCausalLM" else ("--no-stock",)
-    done = _run("--arch", arch, "--dtype", "bfloat16", "--json", str(file), *alone)
+    done = _run("--arch", arch, "--dtype", "bfloat16", "--json", str(file), *options)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(file.read_text())
     assert report["arch"] == arch
@@ -81,7 +85,7 @@ def test_every_case_has_equal_bits(tmp_path: Path, arch: str) -> None:
     assert sum(case["compared"] for case in report["cases"].values()) >= 5000
     assert report["update"]["logprobs_changed"] > 1000
     # What the project removes is there without it: the comparison is not blind.
-    if not alone:
+    if not options:
         assert report["stock"]["differ"] > report["stock"]["compared"] / 2
     assert "Equal bits in every case" in done.stdout
 
@@ -103,7 +107,7 @@ def test_one_weight_off_by_one_ulp_is_found_and_named(tmp_path: Path) -> None:
     changed[5, 7] += 1
     save_file(tensors, engine / "model.safetensors", metadata={"format": "pt"})
 
-    report = run_parity(trainer, engine_checkpoint=engine, stock=False)
+    report = run_parity(trainer, engine_checkpoint=engine, stock=False, workload=WORKLOADS["short"])
 
     before, after = report.phases["before_update"], report.phases["after_update"]
     assert before.tallies["engine_decode"].differ > 0
@@ -134,8 +138,8 @@ def test_one_weight_off_by_one_ulp_is_found_and_named(tmp_path: Path) -> None:
 def test_bad_input_is_one_sentence_and_exit_code_2(
     arguments: tuple[str, ...], words: tuple[str, ...]
 ) -> None:
-    done = _run(*arguments)
-    assert done.returncode == 2
+    done = _in_process(*arguments)
+    assert done.exit_code == 2
     assert len(done.stderr.strip().splitlines()) <= 2
     assert "Traceback" not in done.stderr
     for word in words:
@@ -147,12 +151,18 @@ def _config_of(folder: Path, **changes: object) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
 
-def test_damaged_checkpoints_are_bad_input(tmp_path: Path) -> None:
+def test_damaged_checkpoints_are_bad_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sound = random_checkpoint(tmp_path / "sound", QWEN3, "float32", seed=0)
 
+    def started(*_: object, **__: object) -> None:
+        raise AssertionError("a host was started")
+
+    monkeypatch.setattr(run, "Remote", started)
+
     def refused(name: str) -> str:
-        done = _run("--checkpoint", str(tmp_path / name), "--json", str(tmp_path / "report.json"))
-        assert done.returncode == 2
+        file = str(tmp_path / "report.json")
+        done = _in_process("--checkpoint", str(tmp_path / name), "--json", file)
+        assert done.exit_code == 2
         assert "Traceback" not in done.stderr
         assert len(done.stderr.strip().splitlines()) <= 3  # with the line that says what goes on
         assert not (tmp_path / "report.json").exists()
@@ -193,8 +203,8 @@ def test_no_vllm_and_a_vllm_that_was_not_checked_are_bad_input(tmp_path: Path) -
 
 def test_a_checkpoint_of_another_architecture_than_asked_is_refused(tmp_path: Path) -> None:
     random_checkpoint(tmp_path / "c", tiny_config("MiMoForCausalLM"), "float32", seed=0)
-    done = _run("--checkpoint", str(tmp_path / "c"), "--arch", "Qwen3ForCausalLM")
-    assert done.returncode == 2
+    done = _in_process("--checkpoint", str(tmp_path / "c"), "--arch", "Qwen3ForCausalLM")
+    assert done.exit_code == 2
     assert "MiMoForCausalLM" in done.stderr
 
 
