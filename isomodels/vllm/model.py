@@ -81,7 +81,7 @@ class IsoModelsForCausalLM(nn.Module):
         context.update({layer.name: layer for layer in self.layers})
         parallel = vllm_config.parallel_config
         self.degrees = {"tensor_parallel": parallel.tensor_parallel_size}
-        self.refusal: str | None = None  # why nothing may be served, after an interrupted sync
+        self.refusal: str | None = None  # why nothing may be served: no whole weights
 
     @staticmethod
     def normalizing_state() -> type:
@@ -198,6 +198,7 @@ class IsoModelsForCausalLM(nn.Module):
             # vLLM wraps this loader on a reload; a plain copy would write to meta tensors.
             loader = getattr(parameter, "weight_loader", default_weight_loader)
             loader(parameter, tensor)
+        self.refusal = None  # whatever was there before
         return loaded
 
     def _packed(self, num_tokens: int) -> Batch:

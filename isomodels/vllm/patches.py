@@ -10,8 +10,9 @@
   would read the first and leave the others' answers for the next call. A handshake or a start ends
   an update that a trainer left open. The same call, with a method of ours, tells the workers'
   contracts: vLLM has no hook for questions to a model.
+* `Executor.sleep`: see `isomodels/vllm/sleeping.py`.
 
-Both act only for `model_impl == "isomodels"`; a value that is nearly that is refused. On a vLLM
+All act only for `model_impl == "isomodels"`; a value that is nearly that is refused. On a vLLM
 that was not checked, only the first is installed, and it refuses.
 """
 
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from isomodels.errors import CheckpointError, HostError, UnsupportedError
+from isomodels.vllm import sleeping
 from isomodels.vllm.plugin import MODEL_IMPL
 from isomodels.vllm.questions import question
 from isomodels.vllm.versions import CHECKED_VERSIONS, check_vllm, vllm_version
@@ -109,6 +111,7 @@ def _patch_engine_core() -> None:
     if hasattr(EngineCore, _MARK):
         return
     setattr(EngineCore, _MARK, True)
+    sleeping.install()
     original = EngineCore.collective_rpc
 
     @functools.wraps(original)

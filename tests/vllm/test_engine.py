@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from isomodels.errors import HostError
+from isomodels.errors import CheckpointError, HostError
 from isomodels.trace import trace_rows
 from isomodels.vllm import Engine, Request
 from tests.checkpoints import make_mimo, make_qwen3
@@ -349,6 +349,20 @@ def test_sleep_and_wake(pair):
     (after,) = engine.run([request])
     assert after.tokens == before.tokens
     assert_equal_bits(core, [after])
+
+
+def test_weights_that_a_sleep_discarded_are_not_served(pair):
+    engine, core = pair
+    engine.llm.sleep(level=1)
+    engine.llm.sleep(level=2)  # vLLM does nothing: it sleeps already
+    engine.llm.wake_up()
+    assert engine._model.refusal is None
+    engine.llm.sleep(level=2)
+    engine.llm.wake_up()
+    with pytest.raises(CheckpointError, match="sleep of level 2: reload them"):
+        engine._model.compute_logits(torch.zeros(1, core.config.hidden_size))
+    engine.llm.collective_rpc("reload_weights")
+    assert_equal_bits(core, engine.run([Request(draw(40, 6), max_tokens=4)]))
 
 
 def _hidden(core, ids):

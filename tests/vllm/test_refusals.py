@@ -2,6 +2,8 @@
 
 import json
 import shutil
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -34,40 +36,48 @@ def test_accepted(checkpoint):
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
 
 
+OPTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"enable_lora": True}, "--enable-lora"),
+    ({"speculative_config": NGRAM}, "--speculative-config"),  # row 19
+    ({"quantization": "fp8"}, "--quantization"),
+    ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8"),
+    ({"kv_cache_dtype": "bfloat16"}, "--kv-cache-dtype bfloat16"),
+    ({"tensor_parallel_size": 2}, "--tensor-parallel-size 2"),
+    ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size 2"),
+    ({"data_parallel_size": 2}, "--data-parallel-size 2"),
+    ({"prefill_context_parallel_size": 2}, "--prefill-context-parallel-size 2"),
+    ({"enable_dbo": True}, "--enable-dbo"),
+    ({"ubatch_size": 2}, "--ubatch-size"),
+    ({"expert_placement_strategy": "round_robin"}, "--expert-placement-strategy"),
+    ({"enable_ep_weight_filter": True}, "--enable-ep-weight-filter"),
+    ({"model_weights": "s3://bucket/model"}, "--model-weights"),
+    ({"kv_sharing_fast_prefill": True}, "--kv-sharing-fast-prefill"),
+    ({"hf_overrides": {"rope_theta": 5.0}}, "--hf-overrides"),
+    ({"hf_overrides": lambda config: config}, "--hf-overrides"),
+    ({"runner": "pooling"}, "--runner generate"),
+    ({"enable_prompt_embeds": True}, "--enable-prompt-embeds"),
+    ({"load_format": "dummy"}, "--load-format dummy"),
+    ({"load_format": "pt"}, "--load-format pt"),
+    ({"logprobs_mode": "raw_logits"}, "--logprobs-mode raw_logits"),
+    ({"logprobs_mode": "processed_logits"}, "--logprobs-mode processed_logits"),
+    ({"dtype": "float16"}, "--dtype float32"),  # row 31
+    ({"dtype": "bfloat16"}, "--dtype float32"),
+    ({"dtype": "auto"}, "--dtype float32"),
+    ({"kv_offloading_size": 1.0}, "--kv-offloading-size"),
+    ({"cpu_offload_gb": 1.0}, "--cpu-offload-gb"),
+    ({"weight_transfer_config": {"backend": "ipc"}}, "--weight-transfer-config"),
+    # another architecture's name: vLLM keeps the override for the rest of the process
+    ({"model_class_overrides": {"NobodyForCausalLM": "a:B"}}, "--model-class-overrides"),
+    (
+        {"logprobs_mode": "processed_logprobs", "logits_processors": ["a:B"]},
+        "logits processors",
+    ),
+]
+
+
 @pytest.mark.parametrize(
     ("options", "named"),
-    [
-        ({"enable_lora": True}, "--enable-lora"),
-        ({"speculative_config": NGRAM}, "--speculative-config"),  # row 19
-        ({"quantization": "fp8"}, "--quantization"),
-        ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8"),
-        ({"kv_cache_dtype": "bfloat16"}, "--kv-cache-dtype bfloat16"),
-        ({"tensor_parallel_size": 2}, "--tensor-parallel-size 2"),
-        ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size 2"),
-        ({"data_parallel_size": 2}, "--data-parallel-size 2"),
-        ({"prefill_context_parallel_size": 2}, "--prefill-context-parallel-size 2"),
-        ({"enable_dbo": True}, "--enable-dbo"),
-        ({"hf_overrides": {"rope_theta": 5.0}}, "--hf-overrides"),
-        ({"hf_overrides": lambda config: config}, "--hf-overrides"),
-        ({"runner": "pooling"}, "--runner generate"),
-        ({"enable_prompt_embeds": True}, "--enable-prompt-embeds"),
-        ({"load_format": "dummy"}, "--load-format dummy"),
-        ({"load_format": "pt"}, "--load-format pt"),
-        ({"logprobs_mode": "raw_logits"}, "--logprobs-mode raw_logits"),
-        ({"logprobs_mode": "processed_logits"}, "--logprobs-mode processed_logits"),
-        ({"dtype": "float16"}, "--dtype float32"),  # row 31
-        ({"dtype": "bfloat16"}, "--dtype float32"),
-        ({"dtype": "auto"}, "--dtype float32"),
-        ({"kv_offloading_size": 1.0}, "--kv-offloading-size"),
-        ({"cpu_offload_gb": 1.0}, "--cpu-offload-gb"),
-        ({"weight_transfer_config": {"backend": "ipc"}}, "--weight-transfer-config"),
-        # another architecture's name: vLLM keeps the override for the rest of the process
-        ({"model_class_overrides": {"NobodyForCausalLM": "a:B"}}, "--model-class-overrides"),
-        (
-            {"logprobs_mode": "processed_logprobs", "logits_processors": ["a:B"]},
-            "logits processors",
-        ),
-    ],
+    OPTIONS,
     ids=lambda value: "-".join(value) if isinstance(value, dict) else value,
 )
 def test_option(checkpoint, options, named):
@@ -104,6 +114,38 @@ def test_row_1_batch_invariant_mode(checkpoint, monkeypatch):
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     with pytest.raises(UnsupportedError, match="VLLM_BATCH_INVARIANT"):
         configure(checkpoint)
+
+
+def test_products_of_lower_precision(checkpoint, monkeypatch):
+    monkeypatch.setenv("VLLM_FLOAT32_MATMUL_PRECISION", "high")
+    with pytest.raises(UnsupportedError, match="VLLM_FLOAT32_MATMUL_PRECISION=high"):
+        configure(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("option", "named"),
+    [
+        ({"enable_eplb": True}, "--enable-eplb"),
+        ({"nnodes": 2}, "--nnodes"),
+        ({"enable_batch_sharded_sampling": True}, "--enable-batch-sharded-sampling"),
+        ({"distributed_executor_backend": "ray"}, "--distributed-executor-backend ray"),
+        ({"distributed_executor_backend": "external_launcher"}, "external_launcher"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_options_that_need_several_gpus(checkpoint, option, named):
+    """vLLM refuses these itself on a CPU, where our hook would not see them."""
+    from isomodels.vllm.checks import _parallel_refusals
+
+    parallel = configure(checkpoint).parallel_config
+    fields = {**vars(parallel), "tensor_parallel_size": 2}
+    sentences = [
+        sentence
+        for refused, sentence in _parallel_refusals(SimpleNamespace(**{**fields, **option}))
+        if refused
+    ]
+    assert len(sentences) == 1
+    assert named in sentences[0]
 
 
 def test_v2_runner_of_a_version_without_a_check(checkpoint, monkeypatch):
