@@ -184,7 +184,7 @@ def _same_config(module: nn.Module, checkpoint: Checkpoint) -> None:
 
 
 @torch.no_grad()
-def _fill(module: nn.Module, checkpoint: Checkpoint, cast: bool) -> None:
+def _fill(module: Any, checkpoint: Checkpoint, cast: bool) -> None:
     state = module.state_dict()
     if any(tensor.is_meta for tensor in state.values()):
         raise ValueError("the module is on the meta device: a copy to it does nothing")
@@ -199,8 +199,7 @@ def _fill(module: nn.Module, checkpoint: Checkpoint, cast: bool) -> None:
     filled = set()
     device = next(iter(state.values())).device  # where putting experts together is fast
     tensors = iter_module(checkpoint.rules, checkpoint.tensors, carried=carried, device=device)
-    # a module that holds a part of the model has its own of each
-    for own, part in getattr(module, "own_tensors", iter)(tensors):
+    for own, part in module.own_tensors(tensors):
         state[own].copy_(part)
         filled.add(own)
     if filled != state.keys():

@@ -1,7 +1,6 @@
 """`isomodels inspect`: what a checkpoint of any form holds, lacks and needs."""
 
 import json as json_module
-from inspect import signature
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -136,17 +135,15 @@ def _memory(weights: "Weights") -> list[dict[str, int | None]]:
     copies. Of pipeline stages, the fullest.
     """
     from isomodels.layers.parallel import expert_degrees, tensor_degrees
-    from isomodels.registry import load_object
 
     config, layers = weights.config, weights.config.num_hidden_layers
-    cut = "layout" in signature(load_object(weights.spec.model)).parameters
     found: list[dict[str, int | None]] = []
     for tensor, experts, stages in product(
-        [n for n in _DEGREES if n in (tensor_degrees(config) if cut else [1])],
-        [n for n in _DEGREES if n in (expert_degrees(config) if cut else [1])],
-        [n for n in _DEGREES if cut and layers % n == 0] or [1],
+        [n for n in _DEGREES if n in tensor_degrees(config)],
+        [n for n in _DEGREES if n in expert_degrees(config)],
+        [n for n in _DEGREES if layers % n == 0],
     ):
-        parts = [_held(weights, tensor, experts, n, stages, cut) for n in range(stages)]
+        parts = [_held(weights, tensor, experts, n, stages) for n in range(stages)]
         engine, trainer, sharded = (max(held) for held in zip(*parts, strict=True))
         found.append(
             {
@@ -162,7 +159,7 @@ def _memory(weights: "Weights") -> list[dict[str, int | None]]:
 
 
 def _held(
-    weights: "Weights", tensor: int, experts: int, number: int, stages: int, cut: bool
+    weights: "Weights", tensor: int, experts: int, number: int, stages: int
 ) -> tuple[int, int, int]:
     """Bytes of the first rank of stage `number`: of an engine, a trainer, a sharded trainer."""
     import torch
@@ -178,7 +175,7 @@ def _held(
     )
     with torch.device("meta"):
         core = load_object(weights.spec.model)(
-            config, dtype=config.torch_dtype, carry_mtp=True, **({"layout": layout} if cut else {})
+            config, dtype=config.torch_dtype, carry_mtp=True, layout=layout
         )
     run = list(core.parameters())
     count = sum(p.numel() for p in run)

@@ -6,30 +6,28 @@ from typing import Any
 import torch
 
 from isomodels.layers.pinned import PinnedBuffers
+from isomodels.weights_conv.rules import Source
 
 
 class CarriedTensors(PinnedBuffers):
     """Buffers under dotted names: saved and loaded, never run, never trained.
 
-    `pinned` names those that have a dtype of their own, whatever the model's.
+    Args:
+        sources: what they are in HF files, by name; one with a dtype of its own keeps it.
+        dtype: of the others.
+        device: where to place them.
     """
 
     def __init__(
-        self,
-        shapes: Mapping[str, tuple[int, ...]],
-        dtype: torch.dtype,
-        device: torch.device | None,
-        pinned: Mapping[str, torch.dtype] | None = None,
+        self, sources: Mapping[str, Source], dtype: torch.dtype, device: torch.device | None
     ):
         super().__init__()
-        for name, shape in shapes.items():
+        for name, source in sources.items():
             *path, leaf = name.split(".")
             owner: Any = self
             for part in path:
                 if not hasattr(owner, part):
                     owner.add_module(part, PinnedBuffers())
                 owner = getattr(owner, part)
-            if pinned and name in pinned:
-                owner.pin_buffer(leaf, torch.empty(shape, dtype=pinned[name], device=device))
-            else:
-                owner.register_buffer(leaf, torch.empty(shape, dtype=dtype, device=device))
+            register = owner.pin_buffer if source.dtype else owner.register_buffer
+            register(leaf, torch.empty(source.shape, dtype=source.dtype or dtype, device=device))

@@ -1,4 +1,4 @@
-"""The pre-norm decoder that the architectures of the Qwen line share, and its language model."""
+"""The pre-norm decoder that all architectures share, and its language model."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Unpack
@@ -7,54 +7,51 @@ from torch import Tensor, nn
 
 from isomodels.batch import Batch
 from isomodels.config import DenseConfig
-from isomodels.layers.attention import SelfAttention
 from isomodels.layers.collectives import enter
 from isomodels.layers.linear import Embedding, LMHead, Placed
-from isomodels.layers.mlp import MLP
+from isomodels.layers.moe import feed_forward
 from isomodels.layers.norm import RMSNorm
 from isomodels.layers.parallel import ALONE, LayerStack, Layout, check_layout, shards
 
 RunLayer = Callable[..., tuple[Tensor, Tensor]]
-MakeMLP = Callable[[int], nn.Module]  # layer index -> feed-forward, [T, H] -> [T, H]
-# layer index -> attention, called as attention(x [T, H], positions [T], batch) -> [T, H]
-MakeAttention = Callable[[int], nn.Module]
+MakeLayer = Callable[[int], nn.Module]  # index in the whole model -> a `DecoderLayer`
 
 
 class DecoderLayer(nn.Module):
-    """norm, attention, norm, MLP; each norm first adds what came before to the residual."""
+    """norm, attention, norm, feed-forward; each norm first adds what came before to the residual.
+
+    Args:
+        config: the architecture's; it says whether the feed-forward has experts.
+        layer_index: in the whole model.
+        attention: called as attention(x [T, H], positions [T], batch) -> [T, H].
+        attention_name: of the submodule, as in HF files.
+        norm: class of both norms.
+    """
 
     def __init__(
         self,
         config: DenseConfig,
         layer_index: int,
+        attention: nn.Module,
         *,
-        qkv_bias: bool,
-        qk_norm: bool,
-        make_attention: MakeAttention | None,
-        make_mlp: MakeMLP | None,
+        attention_name: str = "self_attn",
+        norm: type[RMSNorm] = RMSNorm,
         **placed: Unpack[Placed],
     ):
         super().__init__()
         hidden, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = RMSNorm(hidden, eps, **placed)
-        if make_attention is None:
-            self.self_attn: nn.Module = SelfAttention(
-                config, layer_index, qkv_bias=qkv_bias, qk_norm=qk_norm, **placed
-            )
-        else:
-            self.self_attn = make_attention(layer_index)
-        self.post_attention_layernorm = RMSNorm(hidden, eps, **placed)
-        if make_mlp is None:
-            self.mlp: nn.Module = MLP(hidden, config.intermediate_size, **placed)
-        else:
-            self.mlp = make_mlp(layer_index)
+        self.attention_name = attention_name
+        self.input_layernorm = norm(hidden, eps, **placed)
+        self.add_module(attention_name, attention)
+        self.post_attention_layernorm = norm(hidden, eps, **placed)
+        self.mlp = feed_forward(config, layer_index, **placed)
 
     def forward(
         self, x: Tensor, residual: Tensor | None, positions: Tensor, batch: Batch
     ) -> tuple[Tensor, Tensor]:
         """x and residual [T, H] -> (output not yet added [T, H], residual stream [T, H])."""
         x, residual = self.input_layernorm(x, residual)
-        x = self.self_attn(x, positions, batch)
+        x = self.get_submodule(self.attention_name)(x, positions, batch)
         x, residual = self.post_attention_layernorm(x, residual)
         return self.mlp(x), residual
 
@@ -65,11 +62,8 @@ class Decoder(nn.Module):
     def __init__(
         self,
         config: DenseConfig,
-        *,
-        qkv_bias: bool,
-        qk_norm: bool,
-        make_attention: MakeAttention | None,
-        make_mlp: MakeMLP | None,
+        make_layer: MakeLayer,
+        norm: type[RMSNorm],
         **placed: Unpack[Placed],
     ):
         super().__init__()
@@ -77,21 +71,9 @@ class Decoder(nn.Module):
         if stage.embeds:
             self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, **placed)
         indices = stage.layers(config.num_hidden_layers)
-        layers = [
-            DecoderLayer(
-                config,
-                i,
-                qkv_bias=qkv_bias,
-                qk_norm=qk_norm,
-                make_attention=make_attention,
-                make_mlp=make_mlp,
-                **placed,
-            )
-            for i in indices
-        ]
-        self.layers: nn.ModuleList = LayerStack(layers, indices.start)
+        self.layers: nn.ModuleList = LayerStack([make_layer(i) for i in indices], indices.start)
         if stage.heads:
-            self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, **placed)
+            self.norm = norm(config.hidden_size, config.rms_norm_eps, **placed)
 
     def run_stage(
         self,
@@ -124,37 +106,33 @@ class CausalLM(nn.Module):
     """A decoder with its head: what a host runs.
 
     The host supplies the parameters' values and, in `batch`, where past K and V lie. It adds no
-    arithmetic. `make_attention` and `make_mlp` give each layer its parts; by default attention is
-    grouped-query attention with or without `qkv_bias` and `qk_norm`, and the feed-forward dense.
+    arithmetic.
+
+    Args:
+        config: the architecture's.
+        make_layer: makes a decoder layer, called for those of this process.
+        norm: class of the final norm.
 
     Attributes:
         layout: what this process holds of the model.
-    """
 
-    layout: Layout = ALONE  # of a model that takes none
+    Raises:
+        UnsupportedError: the layout does not divide the model.
+    """
 
     def __init__(
         self,
         config: DenseConfig,
+        make_layer: MakeLayer,
         *,
-        qkv_bias: bool = False,
-        qk_norm: bool = False,
-        make_attention: MakeAttention | None = None,
-        make_mlp: MakeMLP | None = None,
+        norm: type[RMSNorm] = RMSNorm,
         **placed: Unpack[Placed],
     ):
         super().__init__()
-        self.layout = placed.get("layout", ALONE)
+        self.layout: Layout = placed.get("layout", ALONE)
         check_layout(config, self.layout)
         self.config = config
-        self.model = Decoder(
-            config,
-            qkv_bias=qkv_bias,
-            qk_norm=qk_norm,
-            make_attention=make_attention,
-            make_mlp=make_mlp,
-            **placed,
-        )
+        self.model = Decoder(config, make_layer, norm, **placed)
         if self.layout.stage.heads:
             self.lm_head = LMHead(
                 config.hidden_size, config.vocab_size, tied=config.tie_word_embeddings, **placed

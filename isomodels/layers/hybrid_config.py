@@ -4,7 +4,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from isomodels.config import DenseConfig
+from isomodels.config import DenseConfig, MoEConfig, Routing
 
 LayerType = Literal["linear_attention", "full_attention"]
 # Of the positions of images: for text the three rows of positions are one.
@@ -72,6 +72,40 @@ class HybridConfig(DenseConfig):
     def layers_of(self, kind: LayerType) -> list[int]:
         """The indices of the layers of one kind."""
         return [i for i, one in enumerate(self.layer_types) if one == kind]
+
+
+class HybridMoEConfig(HybridConfig, MoEConfig):
+    """Softmax routing and one shared expert, which a gate weighs, in every layer."""
+
+    shared_expert_intermediate_size: int = Field(gt=0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_dense_layer(cls, raw: Any) -> Any:
+        # Qwen3.5 leaves out the width of a dense feed-forward, which no layer has.
+        fields = dict(raw)
+        if "moe_intermediate_size" in fields:
+            fields.setdefault("intermediate_size", fields["moe_intermediate_size"])
+        return fields
+
+    @property
+    def routing(self) -> Routing:
+        """How tokens go to experts: the chosen scores are divided by their sum."""
+        return Routing(self.num_experts, self.num_experts_per_tok, "softmax", normalize=True)
+
+    @property
+    def shared_experts_size(self) -> int:
+        """Width of the shared expert."""
+        return self.shared_expert_intermediate_size
+
+    @property
+    def shared_experts_gated(self) -> bool:
+        """A gate weighs the shared expert."""
+        return True
+
+    def is_sparse(self, layer_index: int) -> bool:
+        """Every layer has experts."""
+        return True
 
 
 def layer_types(num_layers: int, interval: int) -> list[LayerType]:

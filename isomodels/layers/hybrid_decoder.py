@@ -2,93 +2,55 @@
 
 from typing import Unpack
 
-from torch import Tensor, nn
+import torch
+from torch import nn
 
-from isomodels.batch import Batch
-from isomodels.layers.decoder import CausalLM, Decoder, MakeMLP
+from isomodels.layers.carried import CarriedTensors
+from isomodels.layers.decoder import CausalLM, DecoderLayer
 from isomodels.layers.gated_attention import GatedAttention
 from isomodels.layers.gated_delta import GatedDeltaNet
 from isomodels.layers.hybrid_config import HybridConfig
-from isomodels.layers.linear import Embedding, LMHead, Placed
-from isomodels.layers.mlp import MLP
-from isomodels.layers.parallel import ALONE, LayerStack, check_layout
+from isomodels.layers.hybrid_weights import mtp_sources
+from isomodels.layers.linear import Placed
+from isomodels.layers.parallel import ALONE, Layout
 from isomodels.layers.zero_centred import ZeroCentredRMSNorm
 
 
-class HybridLayer(nn.Module):
-    """norm, attention of the layer's kind, norm, feed-forward; each norm first adds the residual.
-
-    The attention is `self_attn` or `linear_attn`, the names in HF files.
-    """
-
-    def __init__(
-        self,
-        config: HybridConfig,
-        layer_index: int,
-        make_mlp: MakeMLP | None,
-        **placed: Unpack[Placed],
-    ):
-        super().__init__()
-        hidden, eps = config.hidden_size, config.rms_norm_eps
-        kind = config.layer_types[layer_index]
-        place = config.layers_of(kind).index(layer_index)
-        self.input_layernorm = ZeroCentredRMSNorm(hidden, eps, **placed)
-        if kind == "full_attention":
-            self.mixer = "self_attn"
-            self.self_attn = GatedAttention(config, place, **placed)
-        else:
-            self.mixer = "linear_attn"
-            self.linear_attn = GatedDeltaNet(config, place, **placed)
-        self.post_attention_layernorm = ZeroCentredRMSNorm(hidden, eps, **placed)
-        if make_mlp is None:
-            self.mlp: nn.Module = MLP(hidden, config.intermediate_size, **placed)
-        else:
-            self.mlp = make_mlp(layer_index)
-
-    def forward(
-        self, x: Tensor, residual: Tensor | None, positions: Tensor, batch: Batch
-    ) -> tuple[Tensor, Tensor]:
-        """x and residual [T, H] -> (output not yet added [T, H], residual stream [T, H])."""
-        x, residual = self.input_layernorm(x, residual)
-        x = self.get_submodule(self.mixer)(x, positions, batch)
-        x, residual = self.post_attention_layernorm(x, residual)
-        return self.mlp(x), residual
+def hybrid_layer(config: HybridConfig, layer_index: int, **placed: Unpack[Placed]) -> DecoderLayer:
+    """A layer of the kind that the config states; its attention has the name in HF files."""
+    kind = config.layer_types[layer_index]
+    place = config.layers_of(kind).index(layer_index)
+    if kind == "full_attention":
+        name = "self_attn"
+        attention: nn.Module = GatedAttention(config, place, **placed)
+    else:
+        name = "linear_attn"
+        attention = GatedDeltaNet(config, place, **placed)
+    return DecoderLayer(
+        config, layer_index, attention, attention_name=name, norm=ZeroCentredRMSNorm, **placed
+    )
 
 
-class HybridDecoder(Decoder):
-    """Embedding, layers, final norm."""
+class HybridForCausalLM(CausalLM):
+    """The module that both hosts run.
 
-    def __init__(self, config: HybridConfig, make_mlp: MakeMLP | None, **placed: Unpack[Placed]):
-        nn.Module.__init__(self)  # the same forward over other parts
-        stage = placed.get("layout", ALONE).stage
-        if stage.embeds:
-            self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, **placed)
-        indices = stage.layers(config.num_hidden_layers)
-        layers = [HybridLayer(config, i, make_mlp, **placed) for i in indices]
-        self.layers: nn.ModuleList = LayerStack(layers, indices.start)
-        if stage.heads:
-            self.norm = ZeroCentredRMSNorm(config.hidden_size, config.rms_norm_eps, **placed)
-
-
-class HybridCausalLM(CausalLM):
-    """A hybrid decoder with its head: what a host runs.
-
-    `make_mlp` gives each layer its feed-forward; by default all are dense.
+    Multi-token-prediction layers are not run; with `carry_mtp` their tensors are kept for saves.
     """
 
     def __init__(
         self,
         config: HybridConfig,
         *,
-        make_mlp: MakeMLP | None = None,
-        **placed: Unpack[Placed],
+        dtype: torch.dtype,
+        device: torch.device | None = None,
+        carry_mtp: bool = False,
+        layout: Layout = ALONE,
     ):
-        nn.Module.__init__(self)
-        self.layout = placed.get("layout", ALONE)
-        check_layout(config, self.layout)
-        self.config = config
-        self.model = HybridDecoder(config, make_mlp, **placed)
-        if self.layout.stage.heads:
-            self.lm_head = LMHead(
-                config.hidden_size, config.vocab_size, tied=config.tie_word_embeddings, **placed
-            )
+        placed: Placed = {"dtype": dtype, "device": device, "layout": layout}
+
+        def make_layer(layer_index: int) -> DecoderLayer:
+            return hybrid_layer(config, layer_index, **placed)
+
+        super().__init__(config, make_layer, norm=ZeroCentredRMSNorm, **placed)
+        if carry_mtp and config.mtp_num_hidden_layers and layout.stage.heads:
+            self.mtp = CarriedTensors(mtp_sources(config), dtype, device)

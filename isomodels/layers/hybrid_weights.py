@@ -3,75 +3,59 @@
 from collections.abc import Callable
 
 from isomodels.layers.hybrid_config import HybridConfig
-from isomodels.layers.weights import mlp_rules
-from isomodels.weights_conv.rules import CarriedSame, Concat, Rule, Same, Source, Tied, Widened
+from isomodels.layers.weights import (
+    carried_rules,
+    causal_lm_rules,
+    hf_sources,
+    layer_rules,
+)
+from isomodels.weights_conv.rules import (
+    CarriedFused,
+    CarriedStack,
+    Concat,
+    Either,
+    Rule,
+    Same,
+    Source,
+    Widened,
+)
 
-# name of a layer's feed-forward in the module, the layer's index -> its rules
-FeedForward = Callable[[str, int], list[Rule]]
 DeltaRules = Callable[[str, HybridConfig], list[Rule]]
 
 
 def hybrid_rules(
-    config: HybridConfig,
-    *,
-    delta: DeltaRules | None = None,
-    feed_forward: FeedForward | None = None,
+    config: HybridConfig, *, projections: DeltaRules | None = None
 ) -> tuple[Rule, ...]:
-    """The table of a hybrid decoder with its embedding and its head.
+    """The table of a hybrid decoder, its head, and its MTP layers, which are only carried.
 
     Args:
         config: the architecture's.
-        delta: the projections of a gated delta rule layer, where HF has them in another layout.
-        feed_forward: the rules of a layer's feed-forward, where it is not dense.
+        projections: of a gated delta rule layer, where HF has them in another layout.
     """
-    table, hidden = (config.vocab_size, config.hidden_size), (config.hidden_size,)
-    rules: list[Rule] = [Same("model.embed_tokens.weight", table)]
-    for index, kind in enumerate(config.layer_types):
-        layer = f"model.layers.{index}"
-        rules.append(Same(f"{layer}.input_layernorm.weight", hidden))
-        if kind == "full_attention":
-            rules += gated_attention_rules(f"{layer}.self_attn", config)
-        else:
-            rules += (delta or delta_projections)(f"{layer}.linear_attn", config)
-            rules += delta_rules(f"{layer}.linear_attn", config)
-        rules.append(Same(f"{layer}.post_attention_layernorm.weight", hidden))
-        if feed_forward is None:
-            rules += mlp_rules(f"{layer}.mlp", config.hidden_size, config.intermediate_size)
-        else:
-            rules += feed_forward(f"{layer}.mlp", index)
-    rules.append(Same("model.norm.weight", hidden))
-    if config.tie_word_embeddings:
-        rules.append(Tied("lm_head.weight", table, to="model.embed_tokens.weight"))
-    else:
-        rules.append(Same("lm_head.weight", table))
-    return tuple(rules)
+
+    def attention(layer: str, index: int) -> list[Rule]:
+        if config.layer_types[index] == "full_attention":
+            return gated_attention_rules(f"{layer}.self_attn", config)
+        prefix = f"{layer}.linear_attn"
+        return (projections or delta_projections)(prefix, config) + delta_rules(prefix, config)
+
+    return causal_lm_rules(config, attention) + carried_mtp_rules(config)
 
 
 def gated_attention_rules(prefix: str, config: HybridConfig) -> list[Rule]:
     """`qkv_proj` is the rows [q and gate of each head | k | v]."""
-    shapes = gated_attention_shapes(config)
-    parts = ("q_proj.weight", "k_proj.weight", "v_proj.weight")
+    hidden, dim = config.hidden_size, config.head_dim
+    queries, keys = config.num_attention_heads * dim, config.num_key_value_heads * dim
+    rows = {"q_proj": 2 * queries, "k_proj": keys, "v_proj": keys}
     return [
         Concat(
             f"{prefix}.qkv_proj.weight",
-            tuple(Source(f"{prefix}.{name}", shapes[name]) for name in parts),
+            tuple(Source(f"{prefix}.{name}.weight", (n, hidden)) for name, n in rows.items()),
         ),
-        *(Same(f"{prefix}.{n}", shape) for n, shape in shapes.items() if n not in parts),
+        Same(f"{prefix}.q_norm.weight", (dim,)),
+        Same(f"{prefix}.k_norm.weight", (dim,)),
+        Same(f"{prefix}.o_proj.weight", (hidden, queries)),
     ]
-
-
-def gated_attention_shapes(config: HybridConfig) -> dict[str, tuple[int, ...]]:
-    """HF names below an attention and their shapes."""
-    hidden, dim = config.hidden_size, config.head_dim
-    queries, keys = config.num_attention_heads * dim, config.num_key_value_heads * dim
-    return {
-        "q_proj.weight": (2 * queries, hidden),
-        "k_proj.weight": (keys, hidden),
-        "v_proj.weight": (keys, hidden),
-        "q_norm.weight": (dim,),
-        "k_norm.weight": (dim,),
-        "o_proj.weight": (hidden, queries),
-    }
 
 
 def delta_rows(config: HybridConfig) -> dict[str, int]:
@@ -107,39 +91,35 @@ def delta_rules(prefix: str, config: HybridConfig) -> list[Rule]:
     ]
 
 
-def mtp_shapes(
-    config: HybridConfig, feed_forward: dict[str, tuple[int, ...]] | None = None
-) -> dict[str, tuple[int, ...]]:
-    """HF names below `mtp.` and their shapes: gated attention layers after one projection.
-
-    `feed_forward`: those below a layer's `mlp.`, where it is not dense.
-    """
+def mtp_sources(config: HybridConfig) -> dict[str, Source]:
+    """HF tensors below `mtp.`, with fused experts: gated attention layers after one projection."""
     if not config.mtp_num_hidden_layers:
         return {}
-    hidden, inner = config.hidden_size, config.intermediate_size
-    dense = {
-        "gate_proj.weight": (inner, hidden),
-        "up_proj.weight": (inner, hidden),
-        "down_proj.weight": (hidden, inner),
-    }
-    layer = {f"self_attn.{name}": shape for name, shape in gated_attention_shapes(config).items()}
-    layer |= {f"mlp.{name}": shape for name, shape in (feed_forward or dense).items()}
-    layer |= {f"{n}_layernorm.weight": (hidden,) for n in ("input", "post_attention")}
+    hidden = config.hidden_size
     norms = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
-    return {
-        "fc.weight": (hidden, 2 * hidden),
-        **{f"{norm}.weight": (hidden,) for norm in norms},
-        **{
-            f"layers.{index}.{name}": shape
-            for index in range(config.mtp_num_hidden_layers)
-            for name, shape in layer.items()
-        },
+    rules: list[Rule] = [Same("mtp.fc.weight", (hidden, 2 * hidden))]
+    rules += [Same(f"mtp.{norm}.weight", (hidden,)) for norm in norms]
+    for index in range(config.mtp_num_hidden_layers):
+        rules += _mtp_layer_rules(f"mtp.layers.{index}", config)
+    return hf_sources(rules, "mtp", fused=True)
+
+
+def carried_mtp_rules(config: HybridConfig) -> tuple[Rule, ...]:
+    """The MTP layers, which are only carried; a file has their experts apart or fused."""
+    experts = {
+        rule.name: Either(
+            CarriedStack(rule.name, rule.apart.slices),
+            CarriedFused(rule.name, rule.fused.shape, layout_known=rule.fused.layout_known),
+        )
+        for index in range(config.mtp_num_hidden_layers)
+        for rule in _mtp_layer_rules(f"mtp.layers.{index}", config)
+        if isinstance(rule, Either)
     }
+    return tuple(experts.get(rule.name, rule) for rule in carried_rules("mtp", mtp_sources(config)))
 
 
-def carried_rules(
-    prefix: str, shapes: dict[str, tuple[int, ...]], hf_prefix: str | None = None
-) -> tuple[Rule, ...]:
-    """Tensors below `prefix` that are only kept for the next save."""
-    theirs = hf_prefix or prefix
-    return tuple(CarriedSame(f"{prefix}.{n}", s, f"{theirs}.{n}") for n, s in shapes.items())
+def _mtp_layer_rules(prefix: str, config: HybridConfig) -> list[Rule]:
+    def attention(layer: str, _: int) -> list[Rule]:
+        return gated_attention_rules(f"{layer}.self_attn", config)
+
+    return layer_rules(prefix, config, config.num_hidden_layers, attention)

@@ -4,15 +4,13 @@ import torch
 from torch import nn
 
 from isomodels.layers.carried import CarriedTensors
-from isomodels.layers.decoder import CausalLM
+from isomodels.layers.decoder import CausalLM, DecoderLayer
 from isomodels.layers.linear import Placed
 from isomodels.layers.mla import LatentAttention
 from isomodels.layers.mla_config import LatentMoEConfig
-from isomodels.layers.mlp import MLP
-from isomodels.layers.moe import MoE
 from isomodels.layers.parallel import ALONE, Layout
-from isomodels.layers.weights import mlp_rules, moe_rules
-from isomodels.weights_conv.rules import CarriedSame, Concat, Rule, Same, Source, Tied, resolve
+from isomodels.layers.weights import carried_rules, causal_lm_rules, hf_sources, layer_rules
+from isomodels.weights_conv.rules import Concat, Rule, Same, Source
 
 
 class LatentMoEForCausalLM(CausalLM):
@@ -31,47 +29,30 @@ class LatentMoEForCausalLM(CausalLM):
         layout: Layout = ALONE,
     ):
         placed: Placed = {"dtype": dtype, "device": device, "layout": layout}
-        hidden, width = config.hidden_size, config.moe_intermediate_size
 
-        def make_attention(layer_index: int) -> nn.Module:
-            return LatentAttention(config, layer_index, **placed)
+        def make_layer(layer_index: int) -> DecoderLayer:
+            attention = LatentAttention(config, layer_index, **placed)
+            return DecoderLayer(config, layer_index, attention, **placed)
 
-        def make_mlp(layer_index: int) -> nn.Module:
-            if not config.is_sparse(layer_index):
-                return MLP(hidden, config.intermediate_size, **placed)
-            shared = config.shared_experts_size
-            return MoE(hidden, width, config.routing, layer_index, shared_size=shared, **placed)
-
-        super().__init__(config, make_attention=make_attention, make_mlp=make_mlp, **placed)
+        super().__init__(config, make_layer, **placed)
         if carry_mtp and layout.stage.heads:
-            sources = mtp_sources(config)
-            shapes = {name: source.shape for name, source in sources.items()}
-            pinned = {name: source.dtype for name, source in sources.items() if source.dtype}
             self.model.mtp_layers = nn.ModuleList(
-                CarriedTensors(shapes, dtype, device, pinned)
+                CarriedTensors(mtp_sources(config), dtype, device)
                 for _ in range(config.num_nextn_predict_layers)
             )
 
 
 def latent_moe_rules(config: LatentMoEConfig) -> tuple[Rule, ...]:
     """The table of the decoder, its head, and its MTP layers, which are only carried."""
-    table = (config.vocab_size, config.hidden_size)
-    rules: list[Rule] = [Same("model.embed_tokens.weight", table)]
-    for index in range(config.num_hidden_layers):
-        rules += _layer_rules(f"model.layers.{index}", config, config.is_sparse(index))
-    rules.append(Same("model.norm.weight", (config.hidden_size,)))
-    if config.tie_word_embeddings:
-        rules.append(Tied("lm_head.weight", table, to="model.embed_tokens.weight"))
-    else:
-        rules.append(Same("lm_head.weight", table))
+
+    def attention(layer: str, _: int) -> list[Rule]:
+        return latent_attention_rules(f"{layer}.self_attn", config)
+
+    rules = causal_lm_rules(config, attention)
     for index in range(config.num_nextn_predict_layers):
-        ours = f"model.mtp_layers.{index}"
-        theirs = f"model.layers.{config.num_hidden_layers + index}"
-        rules += [
-            CarriedSame(f"{ours}.{name}", source.shape, f"{theirs}.{name}", source.dtype)
-            for name, source in mtp_sources(config).items()
-        ]
-    return tuple(rules)
+        hf = f"model.layers.{config.num_hidden_layers + index}"
+        rules += carried_rules(f"model.mtp_layers.{index}", mtp_sources(config), hf)
+    return rules
 
 
 def mtp_sources(config: LatentMoEConfig) -> dict[str, Source]:
@@ -79,36 +60,25 @@ def mtp_sources(config: LatentMoEConfig) -> dict[str, Source]:
 
     Source of the names: "DeepSeek-V3 Technical Report" (2024), section 2.2, and its files.
     """
+
+    def attention(layer: str, _: int) -> list[Rule]:
+        return latent_attention_rules(f"{layer}.self_attn", config)
+
     hidden, vocab = config.hidden_size, config.vocab_size
-    own = {
-        "enorm.weight": (hidden,),
-        "hnorm.weight": (hidden,),
-        "eh_proj.weight": (hidden, 2 * hidden),
-        "embed_tokens.weight": (vocab, hidden),
-        "shared_head.norm.weight": (hidden,),
-        "shared_head.head.weight": (vocab, hidden),
+    own: dict[str, tuple[int, ...]] = {
+        "enorm": (hidden,),
+        "hnorm": (hidden,),
+        "eh_proj": (hidden, 2 * hidden),
+        "embed_tokens": (vocab, hidden),
+        "shared_head.norm": (hidden,),
+        "shared_head.head": (vocab, hidden),
     }
-    found = {name: Source(name, shape) for name, shape in own.items()}
-    for rule in resolve(_layer_rules("layer", config, sparse=True), ()):
-        found |= {source.name.removeprefix("layer."): source for source in rule.sources}
-    return found
+    rules: list[Rule] = [Same(f"layer.{name}.weight", shape) for name, shape in own.items()]
+    rules += layer_rules("layer", config, config.num_hidden_layers, attention)
+    return hf_sources(rules, "layer")
 
 
-def _layer_rules(prefix: str, config: LatentMoEConfig, sparse: bool) -> list[Rule]:
-    hidden = config.hidden_size
-    rules: list[Rule] = [Same(f"{prefix}.input_layernorm.weight", (hidden,))]
-    rules += _attention_rules(f"{prefix}.self_attn", config)
-    rules.append(Same(f"{prefix}.post_attention_layernorm.weight", (hidden,)))
-    mlp = f"{prefix}.mlp"
-    if not sparse:
-        return rules + mlp_rules(mlp, hidden, config.intermediate_size)
-    bias = f"{mlp}.gate.e_score_correction_bias"
-    rules += moe_rules(mlp, config)
-    rules.append(Same(bias, (config.num_experts,), dtype=torch.float32))
-    return rules + mlp_rules(f"{mlp}.shared_experts", hidden, config.shared_experts_size)
-
-
-def _attention_rules(prefix: str, config: LatentMoEConfig) -> list[Rule]:
+def latent_attention_rules(prefix: str, config: LatentMoEConfig) -> list[Rule]:
     """`qkv_a_proj` is the rows [q_a, or q without a latent | kv latent | rotary key]."""
     hidden, rank, heads = config.hidden_size, config.q_lora_rank, config.num_attention_heads
     queries = heads * config.head_dim

@@ -9,7 +9,7 @@ from typing import Unpack
 import torch
 from torch import Tensor, nn
 
-from isomodels.config import Routing
+from isomodels.config import DenseConfig, MoEConfig, Routing
 from isomodels.kernels.grouped_linear import grouped_linear
 from isomodels.kernels.moe_combine import moe_combine
 from isomodels.kernels.moe_sort import moe_sort
@@ -205,6 +205,22 @@ class MoE(nn.Module):
         gate = None if self.shared_expert_gate is None else self.shared_expert_gate(x)
         y = self.experts(x, ids, weights, shared, gate)
         return y if self.cut.size == 1 else gather_tokens(y, self.cut)
+
+
+def feed_forward(config: DenseConfig, layer_index: int, **placed: Unpack[Placed]) -> nn.Module:
+    """The feed-forward of a layer, [T, H] -> [T, H]: of experts where the config says so."""
+    if not isinstance(config, MoEConfig) or not config.is_sparse(layer_index):
+        return MLP(config.hidden_size, config.intermediate_size, **placed)
+    assert config.routing is not None, "a config with experts says how tokens go to them"
+    return MoE(
+        config.hidden_size,
+        config.moe_intermediate_size,
+        config.routing,
+        layer_index,
+        shared_size=config.shared_experts_size,
+        gated=config.shared_experts_gated,
+        **placed,
+    )
 
 
 def slices_of(layout: Layout) -> TensorParallel:

@@ -1,13 +1,19 @@
 """Text-only use of multimodal checkpoints: their config, and tensors that are only carried."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from isomodels.config import WITHOUT_ARITHMETIC
+from isomodels.layers.carried import CarriedTensors
 from isomodels.layers.hybrid_config import HybridConfig
-from isomodels.weights_conv.rules import CarriedSame, Either, ForeignTable, Rule, Tied
+from isomodels.layers.hybrid_decoder import HybridForCausalLM
+from isomodels.layers.parallel import ALONE, Layout
+from isomodels.layers.weights import carried_rules
+from isomodels.weights_conv.rules import Either, ForeignTable, Rule, Source, Tied
 
 # Tokens that stand for images in a text; a checkpoint's tokenizer knows them too.
 _TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
@@ -53,8 +59,25 @@ class MultimodalConfig(HybridConfig):
         return {**fields, **text}
 
 
-def vision_shapes(config: VisionConfig) -> dict[str, tuple[int, ...]]:
-    """HF names below `model.visual.` and their shapes: transformers' `modeling_qwen3_5.py`."""
+class MultimodalForCausalLM(HybridForCausalLM):
+    """The text model; with `carry_mtp`, the vision tower's tensors are kept for saves too."""
+
+    def __init__(
+        self,
+        config: MultimodalConfig,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | None = None,
+        carry_mtp: bool = False,
+        layout: Layout = ALONE,
+    ):
+        super().__init__(config, dtype=dtype, device=device, carry_mtp=carry_mtp, layout=layout)
+        if carry_mtp and layout.stage.embeds:
+            self.visual = CarriedTensors(vision_sources(config.vision_config), dtype, device)
+
+
+def vision_sources(config: VisionConfig) -> dict[str, Source]:
+    """HF tensors below `model.visual.`, as in transformers' `modeling_qwen3_5.py`."""
     width, inner = config.hidden_size, config.intermediate_size
     merged = width * config.spatial_merge_size**2
     patch = (config.in_channels, config.temporal_patch_size, *[config.patch_size] * 2)
@@ -71,7 +94,8 @@ def vision_shapes(config: VisionConfig) -> dict[str, tuple[int, ...]]:
         shapes |= _affine(f"{block}.mlp.linear_fc1", inner, width)
         shapes |= _affine(f"{block}.mlp.linear_fc2", width, inner)
     shapes |= _affine("merger.norm", width) | _affine("merger.linear_fc1", merged, merged)
-    return shapes | _affine("merger.linear_fc2", config.out_hidden_size, merged)
+    shapes |= _affine("merger.linear_fc2", config.out_hidden_size, merged)
+    return {name: Source(name, shape) for name, shape in shapes.items()}
 
 
 def _affine(name: str, *shape: int) -> dict[str, tuple[int, ...]]:
@@ -80,8 +104,7 @@ def _affine(name: str, *shape: int) -> dict[str, tuple[int, ...]]:
 
 def multimodal_rules(rules: tuple[Rule, ...], vision: VisionConfig) -> tuple[Rule, ...]:
     """The table of a text model, for files that hold it as `model.language_model`."""
-    visual = vision_shapes(vision).items()
-    carried = tuple(CarriedSame(f"visual.{n}", shape, f"model.visual.{n}") for n, shape in visual)
+    carried = carried_rules("visual", vision_sources(vision), "model.visual")
     return tuple(map(_renamed, rules)) + carried
 
 
@@ -109,3 +132,29 @@ def _renamed(rule: Any) -> Any:
         return replace(rule, parts=tuple(replace(p, name=_name(p.name)) for p in rule.parts))
     slices = tuple(tuple(replace(p, name=_name(p.name)) for p in parts) for parts in rule.slices)
     return replace(rule, slices=slices)
+
+
+def multimodal_tiny(architecture: str, text: Mapping[str, Any]) -> dict[str, Any]:
+    """Content of a small config.json around that of a text model."""
+    model_type = text["model_type"].removesuffix("_text")
+    return {
+        "architectures": [architecture],
+        "model_type": model_type,
+        "text_config": {k: v for k, v in text.items() if k != "architectures"},
+        "tie_word_embeddings": text["tie_word_embeddings"],
+        **{name: number for number, name in enumerate(_TOKENS, 1)},
+        "vision_config": {
+            "model_type": model_type,
+            "depth": 1,
+            "hidden_size": 32,
+            "hidden_act": "gelu_pytorch_tanh",
+            "intermediate_size": 64,
+            "num_heads": 2,
+            "in_channels": 3,
+            "patch_size": 4,
+            "temporal_patch_size": 2,
+            "spatial_merge_size": 2,
+            "out_hidden_size": text["hidden_size"],
+            "num_position_embeddings": 16,
+        },
+    }

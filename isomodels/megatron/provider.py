@@ -14,7 +14,7 @@ from isomodels.config import read_config
 from isomodels.contract.operations import operators_of
 from isomodels.contract.stored import require_stored
 from isomodels.errors import ConfigError, UnsupportedError
-from isomodels.layers.parallel import ALONE, Layout, check_layout
+from isomodels.layers.parallel import ALONE, Layout
 from isomodels.megatron.checks import architecture_fields, check_transformer_config
 from isomodels.megatron.layout import layout_of
 from isomodels.megatron.model import IsoLanguageModel
@@ -110,9 +110,6 @@ def build_core(
         operators=operators_of(spec, config, dtype, device, "packed"),
     )
     model = load_object(spec.model)
-    if layout.whole and not layout.tensor.sequence:
-        return model(config, dtype=dtype, device=device, carry_mtp=True)
-    check_layout(config, layout)
     return model(config, dtype=dtype, device=device, carry_mtp=True, layout=layout)
 
 

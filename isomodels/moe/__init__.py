@@ -1,1 +1,1 @@
-"""Mixture-of-experts decoders: one package an architecture. None yet."""
+"""Mixture-of-experts decoders: one package an architecture."""

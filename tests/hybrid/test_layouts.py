@@ -94,15 +94,16 @@ def test_row_43_of_the_field_reports_each_component_is_cut_by_itself(folder, nam
                 assert_same_bits(mine[prefix + part], tensor.contiguous(), f"{part}, rank {rank}")
 
 
-def test_rows_43_and_56_of_the_field_reports_ranks_give_the_bits_of_one(folder):
+@pytest.mark.parametrize("name", ["qwen3_5", "multimodal"])
+def test_rows_43_and_56_of_the_field_reports_ranks_give_the_bits_of_one(folder, name):
     """Four of them share two heads of keys and values, between them gates of their own."""
-    model, ids, lengths = alone(folder("qwen3_5")), tokens(90), [20, 70]
+    model, ids, lengths = alone(folder(name)), tokens(90), [20, 70]
 
     def work(part):
         return results(part, run_packed(part, ids, lengths))
 
     for ranks in (2, 4):
-        for rank, got in enumerate(over(ranks, folder("qwen3_5"), work)):
+        for rank, got in enumerate(over(ranks, folder(name), work)):
             assert_same_bits(got, work(model), f"rank {rank} of {ranks}")
 
 

@@ -9,10 +9,13 @@ import torch
 from torch import nn
 
 from isomodels.dense.mimo.config import MiMoConfig
+from isomodels.layers.attention import SelfAttention
 from isomodels.layers.carried import CarriedTensors
-from isomodels.layers.decoder import CausalLM
+from isomodels.layers.decoder import CausalLM, DecoderLayer
 from isomodels.layers.linear import Placed
 from isomodels.layers.parallel import ALONE, Layout
+from isomodels.layers.weights import attention_rules, hf_sources, layer_rules
+from isomodels.weights_conv.rules import Rule, Same, Source
 
 
 class MiMoForCausalLM(CausalLM):
@@ -28,37 +31,28 @@ class MiMoForCausalLM(CausalLM):
         layout: Layout = ALONE,
     ):
         placed: Placed = {"dtype": dtype, "device": device, "layout": layout}
-        super().__init__(config, qkv_bias=True, qk_norm=False, **placed)
+
+        def make_layer(layer_index: int) -> DecoderLayer:
+            attention = SelfAttention(config, layer_index, qkv_bias=True, qk_norm=False, **placed)
+            return DecoderLayer(config, layer_index, attention, **placed)
+
+        super().__init__(config, make_layer, **placed)
         if carry_mtp and layout.stage.heads:
             self.model.mtp_layers = nn.ModuleList(
-                CarriedTensors(mtp_shapes(config), dtype, device)
+                CarriedTensors(mtp_sources(config), dtype, device)
                 for _ in range(config.num_nextn_predict_layers)
             )
 
 
-def mtp_shapes(config: MiMoConfig) -> dict[str, tuple[int, ...]]:
-    """HF names below `model.mtp_layers.{i}.` and their shapes."""
-    hidden, intermediate = config.hidden_size, config.intermediate_size
-    queries = config.num_attention_heads * config.head_dim
-    keys = config.num_key_value_heads * config.head_dim
-    norms = (
-        "token_layernorm",
-        "hidden_layernorm",
-        "input_layernorm",
-        "post_attention_layernorm",
-        "final_layernorm",
-    )
-    return {
-        **{f"{norm}.weight": (hidden,) for norm in norms},
-        "input_proj.weight": (hidden, 2 * hidden),
-        "self_attn.q_proj.weight": (queries, hidden),
-        "self_attn.q_proj.bias": (queries,),
-        "self_attn.k_proj.weight": (keys, hidden),
-        "self_attn.k_proj.bias": (keys,),
-        "self_attn.v_proj.weight": (keys, hidden),
-        "self_attn.v_proj.bias": (keys,),
-        "self_attn.o_proj.weight": (hidden, queries),
-        "mlp.gate_proj.weight": (intermediate, hidden),
-        "mlp.up_proj.weight": (intermediate, hidden),
-        "mlp.down_proj.weight": (hidden, intermediate),
-    }
+def mtp_sources(config: MiMoConfig) -> dict[str, Source]:
+    """HF tensors of an MTP layer by their names below it: norms and a projection, then a layer."""
+
+    def attention(layer: str, _: int) -> list[Rule]:
+        return attention_rules(f"{layer}.self_attn", config, qkv_bias=True, qk_norm=False)
+
+    hidden = config.hidden_size
+    norms = ("token_layernorm", "hidden_layernorm", "final_layernorm")
+    rules: list[Rule] = [Same(f"layer.{norm}.weight", (hidden,)) for norm in norms]
+    rules.append(Same("layer.input_proj.weight", (hidden, 2 * hidden)))
+    rules += layer_rules("layer", config, config.num_hidden_layers, attention)
+    return hf_sources(rules, "layer")

@@ -1,19 +1,18 @@
 """Checkpoint tensors of MiMo-7B: those of Qwen2, and the MTP layers, which are only carried."""
 
 from isomodels.dense.mimo.config import MiMoConfig
-from isomodels.dense.mimo.model import mtp_shapes
+from isomodels.dense.mimo.model import mtp_sources
 from isomodels.layers import megatron_names as megatron
-from isomodels.layers.weights import decoder_rules
-from isomodels.weights_conv.rules import CarriedSame, ForeignTable, Rule
+from isomodels.layers.weights import carried_rules, decoder_rules
+from isomodels.weights_conv.rules import ForeignTable, Rule
 
 
 def rules(config: MiMoConfig) -> tuple[Rule, ...]:
     """The conversion table of one config."""
-    return decoder_rules(config, qkv_bias=True, qk_norm=False) + tuple(
-        CarriedSame(f"model.mtp_layers.{index}.{name}", shape)
-        for index in range(config.num_nextn_predict_layers)
-        for name, shape in mtp_shapes(config).items()
-    )
+    rules = decoder_rules(config, qkv_bias=True, qk_norm=False)
+    for index in range(config.num_nextn_predict_layers):
+        rules += carried_rules(f"model.mtp_layers.{index}", mtp_sources(config))
+    return rules
 
 
 def megatron_table(config: MiMoConfig) -> ForeignTable:

@@ -6,7 +6,8 @@ Architecture: "Qwen3 Technical Report" (2025), and transformers' `modeling_qwen3
 import torch
 
 from isomodels.dense.qwen3.config import Qwen3Config
-from isomodels.layers.decoder import CausalLM
+from isomodels.layers.attention import SelfAttention
+from isomodels.layers.decoder import CausalLM, DecoderLayer
 from isomodels.layers.linear import Placed
 from isomodels.layers.parallel import ALONE, Layout
 
@@ -24,4 +25,9 @@ class Qwen3ForCausalLM(CausalLM):
         layout: Layout = ALONE,
     ):
         placed: Placed = {"dtype": dtype, "device": device, "layout": layout}
-        super().__init__(config, qkv_bias=False, qk_norm=True, **placed)
+
+        def make_layer(layer_index: int) -> DecoderLayer:
+            attention = SelfAttention(config, layer_index, qkv_bias=False, qk_norm=True, **placed)
+            return DecoderLayer(config, layer_index, attention, **placed)
+
+        super().__init__(config, make_layer, **placed)

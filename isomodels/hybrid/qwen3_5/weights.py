@@ -2,13 +2,13 @@
 
 from isomodels.hybrid.qwen3_5.config import Qwen3_5Config
 from isomodels.layers import megatron_names as megatron
-from isomodels.layers.hybrid_weights import carried_rules, hybrid_rules, mtp_shapes
+from isomodels.layers.hybrid_weights import hybrid_rules
 from isomodels.weights_conv.rules import ForeignTable, Rule
 
 
 def rules(config: Qwen3_5Config) -> tuple[Rule, ...]:
     """The conversion table of one config."""
-    return hybrid_rules(config) + carried_rules("mtp", mtp_shapes(config))
+    return hybrid_rules(config)
 
 
 def megatron_table(config: Qwen3_5Config) -> ForeignTable:

@@ -1,6 +1,6 @@
 """config.json of Qwen3.5-MoE text models."""
 
-from isomodels.layers.hybrid_moe import HybridMoEConfig
+from isomodels.layers.hybrid_config import HybridMoEConfig
 
 
 class Qwen3_5MoeConfig(HybridMoEConfig):

@@ -2,18 +2,13 @@
 
 from isomodels.hybrid.qwen3_5_moe.config import Qwen3_5MoeConfig
 from isomodels.layers import megatron_names as megatron
-from isomodels.layers.hybrid_moe import carried_mtp_rules, hybrid_moe_rules
 from isomodels.layers.hybrid_weights import hybrid_rules
 from isomodels.weights_conv.rules import ForeignTable, Rule
 
 
 def rules(config: Qwen3_5MoeConfig) -> tuple[Rule, ...]:
     """The conversion table of one config."""
-
-    def feed_forward(prefix: str, _: int) -> list[Rule]:
-        return hybrid_moe_rules(prefix, config)
-
-    return hybrid_rules(config, feed_forward=feed_forward) + carried_mtp_rules(config)
+    return hybrid_rules(config)
 
 
 def megatron_table(config: Qwen3_5MoeConfig) -> ForeignTable:

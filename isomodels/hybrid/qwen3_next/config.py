@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from isomodels.layers.hybrid_moe import HybridMoEConfig
+from isomodels.layers.hybrid_config import HybridMoEConfig
 
 
 class Qwen3NextConfig(HybridMoEConfig):

@@ -3,19 +3,13 @@
 from isomodels.hybrid.qwen3_next.config import Qwen3NextConfig
 from isomodels.layers import megatron_names as megatron
 from isomodels.layers.hybrid_config import HybridConfig
-from isomodels.layers.hybrid_moe import carried_mtp_rules, hybrid_moe_rules
 from isomodels.layers.hybrid_weights import hybrid_rules
 from isomodels.weights_conv.rules import ForeignTable, Grouped, Rule, Source
 
 
 def rules(config: Qwen3NextConfig) -> tuple[Rule, ...]:
     """The conversion table of one config."""
-
-    def feed_forward(prefix: str, _: int) -> list[Rule]:
-        return hybrid_moe_rules(prefix, config)
-
-    decoder = hybrid_rules(config, delta=_projections, feed_forward=feed_forward)
-    return decoder + carried_mtp_rules(config)
+    return hybrid_rules(config, projections=_projections)
 
 
 def _projections(prefix: str, config: HybridConfig) -> list[Rule]:

@@ -4,12 +4,10 @@ Architecture: "Qwen3 Technical Report" (2025), and transformers' `modeling_qwen3
 """
 
 import torch
-from torch import nn
 
-from isomodels.layers.decoder import CausalLM
+from isomodels.layers.attention import SelfAttention
+from isomodels.layers.decoder import CausalLM, DecoderLayer
 from isomodels.layers.linear import Placed
-from isomodels.layers.mlp import MLP
-from isomodels.layers.moe import MoE
 from isomodels.layers.parallel import ALONE, Layout
 from isomodels.moe.qwen3_moe.config import Qwen3MoeConfig
 
@@ -28,11 +26,8 @@ class Qwen3MoeForCausalLM(CausalLM):
     ):
         placed: Placed = {"dtype": dtype, "device": device, "layout": layout}
 
-        def make_mlp(layer_index: int) -> nn.Module:
-            hidden = config.hidden_size
-            if not config.is_sparse(layer_index):
-                return MLP(hidden, config.intermediate_size, **placed)
-            width = config.moe_intermediate_size
-            return MoE(hidden, width, config.routing, layer_index, **placed)
+        def make_layer(layer_index: int) -> DecoderLayer:
+            attention = SelfAttention(config, layer_index, qkv_bias=False, qk_norm=True, **placed)
+            return DecoderLayer(config, layer_index, attention, **placed)
 
-        super().__init__(config, qkv_bias=False, qk_norm=True, make_mlp=make_mlp, **placed)
+        super().__init__(config, make_layer, **placed)
