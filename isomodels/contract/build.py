@@ -18,6 +18,7 @@ from isomodels.layers.parallel import expert_degrees, named_tensors, tensor_degr
 from isomodels.registry import ArchSpec, load_object
 from isomodels.validate.battery import operators
 from isomodels.validate.device import facts, refuse_device, triton_version, with_index
+from isomodels.weights_conv.bits import dtype_name
 
 # A dtype belongs to the policy; the rest of a config to the model.
 _POLICY_FIELDS = ("dtype",)
@@ -75,8 +76,8 @@ def contract_for(
     return Contract(
         semantic=_semantic(spec, config, parameters),
         numerical_policy={
-            "dtype": _name(dtype),
-            "pinned": {n: _name(p.dtype) for n, p in parameters.items() if p.dtype != dtype},
+            "dtype": dtype_name(dtype),
+            "pinned": {n: dtype_name(p.dtype) for n, p in parameters.items() if p.dtype != dtype},
             "device": {key: where[key] for key in _DEVICE_POLICY if key in where},
             "cases": CASES,
             "forms": forms,
@@ -114,10 +115,6 @@ def _semantic(spec: ArchSpec, config: Any, parameters: Mapping[str, Tensor]) -> 
         "config": {k: v for k, v in fields.items() if k not in _POLICY_FIELDS},
         "parameters": {name: list(p.shape) for name, p in parameters.items()},
     }
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _device_facts(device: torch.device, capability: tuple[int, int] | None) -> dict[str, Any]:

@@ -53,16 +53,21 @@ def all_to_all(x: Tensor, parallel: TensorParallel) -> Tensor:
     return out.view(x.dtype).view(x.shape)
 
 
-def travel(
-    rows: Tensor, to: list[int], come: list[int], parallel: TensorParallel | ExpertParallel
+def all_to_all_rows(
+    rows: Tensor,
+    send_counts: list[int],
+    receive_counts: list[int],
+    parallel: TensorParallel | ExpertParallel,
 ) -> Tensor:
-    """[sum of to, H], in the order of the ranks they go to -> [sum of come, H], bit for bit."""
+    """[sum of send_counts, H], in the order of the ranks they go to -> [sum of receive_counts, H].
+
+    Bit for bit, in the order of the ranks they come from.
+    """
     width = rows.shape[1] * rows.element_size()
     flat = _bytes(rows)
-    out = flat.new_empty(sum(come) * width)
-    dist.all_to_all_single(
-        out, flat, [n * width for n in come], [n * width for n in to], group=parallel.group
-    )
+    out = flat.new_empty(sum(receive_counts) * width)
+    received, sent = ([n * width for n in counts] for counts in (receive_counts, send_counts))
+    dist.all_to_all_single(out, flat, received, sent, group=parallel.group)
     return out.view(rows.dtype).view(-1, rows.shape[1])
 
 
@@ -111,7 +116,7 @@ def _to_neighbours(x: Tensor, parallel: TensorParallel) -> Tensor:
     sharing, rows, columns = x.shape
     leaf = parallel.rank // sharing
     counts = [rows if rank // sharing == leaf else 0 for rank in range(parallel.size)]
-    return travel(x.reshape(-1, columns), counts, counts, parallel).view(x.shape)
+    return all_to_all_rows(x.reshape(-1, columns), counts, counts, parallel).view(x.shape)
 
 
 def in_rank_order(gradients: Tensor) -> Tensor:

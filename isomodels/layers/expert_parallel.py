@@ -1,4 +1,4 @@
-"""Experts on several ranks: rows travel to the rank of their expert and come home.
+"""Experts on several ranks: rows are dispatched to the rank of their expert and returned.
 
 Each expert is whole on one rank, and a row's result depends on no other row; it is combined with
 the token's other slots at home, in slot order. So no bit depends on the number of ranks.
@@ -13,31 +13,31 @@ import torch
 from torch import Tensor
 
 from isomodels.kernels.grouped_linear import sum_slots
-from isomodels.layers.collectives import all_gather, select_rows, travel
+from isomodels.layers.collectives import all_gather, all_to_all_rows, select_rows
 from isomodels.layers.parallel import ExpertParallel, TensorParallel
 
 
 @dataclass(frozen=True)
-class Journey:
+class DispatchPlan:
     """Where the rows of this rank go, and which rows come here.
 
     Attributes:
         parallel: the ranks.
-        sent: rows to each rank; they lie in the order of the experts.
-        received: rows from each rank.
+        send_counts: rows to each rank; they lie in the order of the experts.
+        receive_counts: rows from each rank.
         by_expert: [rows received] int64, from the order in which they came (by rank, then by
             expert) to that of the experts here.
         offsets: [experts here + 1] int32, bounds of each expert's rows.
     """
 
     parallel: ExpertParallel
-    sent: list[int]
-    received: list[int]
+    send_counts: list[int]
+    receive_counts: list[int]
     by_expert: Tensor
     offsets: Tensor
 
 
-def plan(offsets: Tensor, parallel: ExpertParallel) -> Journey:
+def plan_dispatch(offsets: Tensor, parallel: ExpertParallel) -> DispatchPlan:
     """Agree with the other ranks on who sends how many rows.
 
     Args:
@@ -52,7 +52,7 @@ def plan(offsets: Tensor, parallel: ExpertParallel) -> Journey:
     by_expert = experts.repeat_interleave(arriving.flatten()).argsort(stable=True)
     bounds = torch.zeros(here + 1, dtype=torch.int32, device=offsets.device)
     bounds[1:] = arriving.sum(0).cumsum(0)
-    return Journey(parallel, sent.tolist(), arriving.sum(1).tolist(), by_expert, bounds)
+    return DispatchPlan(parallel, sent.tolist(), arriving.sum(1).tolist(), by_expert, bounds)
 
 
 def _unsorted(rows: Tensor, by_expert: Tensor) -> Tensor:
@@ -61,23 +61,23 @@ def _unsorted(rows: Tensor, by_expert: Tensor) -> Tensor:
     return out
 
 
-class _Leave(torch.autograd.Function):
+class _Dispatch(torch.autograd.Function):
     """Tokens [t, H] of this rank -> rows [rows received, H] in the order of the experts here."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, places: Tensor, journey: Journey) -> Tensor:
-        ctx.journey, ctx.dtype = journey, x.dtype
+    def forward(ctx: Any, x: Tensor, order: Tensor, places: Tensor, plan: DispatchPlan) -> Tensor:
+        ctx.plan, ctx.dtype = plan, x.dtype
         ctx.save_for_backward(places)
         rows = x[order.long() // places.shape[1]]  # [R, H]
-        arrived = travel(rows, journey.sent, journey.received, journey.parallel)
-        return arrived[journey.by_expert]
+        arrived = all_to_all_rows(rows, plan.send_counts, plan.receive_counts, plan.parallel)
+        return arrived[plan.by_expert]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple:
         (places,) = ctx.saved_tensors
-        one = ctx.journey
-        rows = _unsorted(grads[0], one.by_expert)
-        home = travel(rows, one.received, one.sent, one.parallel)
+        plan = ctx.plan
+        rows = _unsorted(grads[0], plan.by_expert)
+        home = all_to_all_rows(rows, plan.receive_counts, plan.send_counts, plan.parallel)
         return sum_slots(home.float(), places).to(ctx.dtype), None, None, None
 
 
@@ -85,27 +85,27 @@ class _Return(torch.autograd.Function):
     """Rows of the experts here -> [R, H], the rows of this rank's slots by place."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, journey: Journey) -> Tensor:
-        ctx.journey = journey
-        rows = _unsorted(y, journey.by_expert)
-        return travel(rows, journey.received, journey.sent, journey.parallel)
+    def forward(ctx: Any, y: Tensor, plan: DispatchPlan) -> Tensor:
+        ctx.plan = plan
+        rows = _unsorted(y, plan.by_expert)
+        return all_to_all_rows(rows, plan.receive_counts, plan.send_counts, plan.parallel)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple:
-        one = ctx.journey
-        arrived = travel(grads[0], one.sent, one.received, one.parallel)
-        return arrived[one.by_expert], None
+        plan = ctx.plan
+        arrived = all_to_all_rows(grads[0], plan.send_counts, plan.receive_counts, plan.parallel)
+        return arrived[plan.by_expert], None
 
 
-def leave(x: Tensor, order: Tensor, places: Tensor, journey: Journey) -> Tensor:
+def dispatch(x: Tensor, order: Tensor, places: Tensor, plan: DispatchPlan) -> Tensor:
     """Tokens [t, H] -> rows [rows received, H], expert by expert."""
-    out: Tensor = _Leave.apply(x, order, places, journey)
+    out: Tensor = _Dispatch.apply(x, order, places, plan)
     return out
 
 
-def come_home(y: Tensor, journey: Journey) -> Tensor:
+def return_rows(y: Tensor, plan: DispatchPlan) -> Tensor:
     """Rows [rows received, H], expert by expert -> [R, H] by place."""
-    out: Tensor = _Return.apply(y, journey)
+    out: Tensor = _Return.apply(y, plan)
     return out
 
 

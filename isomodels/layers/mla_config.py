@@ -12,7 +12,6 @@ from isomodels.kernels.yarn import Yarn
 
 # Settings of a training or of a deployment, and of the files: none reaches a forward.
 _WITHOUT_ARITHMETIC = frozenset({"aux_loss_alpha", "ep_size", "pretraining_tp", "seq_aux"})
-_MOST_LAYERS = 10_000  # their kinds are written out
 _YARN_FIELDS = frozenset(field.name for field in dataclass_fields(Yarn))
 
 
@@ -185,8 +184,6 @@ def _take_layer_types(fields: dict[str, Any]) -> None:
     if type(layers) is not int or layers <= 0:
         fields.setdefault("mlp_layer_types", [])  # the check of num_hidden_layers names the fault
         return
-    if layers > _MOST_LAYERS:
-        raise ValueError(f"num_hidden_layers = {layers} is not supported (up to {_MOST_LAYERS} is)")
     stated = ["dense"] * min(dense, layers) + ["sparse"] * (layers - dense)
     if fields.get("mlp_layer_types") is None:
         fields["mlp_layer_types"] = stated

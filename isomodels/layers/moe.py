@@ -22,7 +22,13 @@ from isomodels.layers.collectives import (
     slice_tokens,
     sum_gradients,
 )
-from isomodels.layers.expert_parallel import come_home, leave, own_offsets, plan, share_rows
+from isomodels.layers.expert_parallel import (
+    dispatch,
+    own_offsets,
+    plan_dispatch,
+    return_rows,
+    share_rows,
+)
 from isomodels.layers.linear import Placed, parameter
 from isomodels.layers.mlp import MLP
 from isomodels.layers.parallel import ALONE, Layout, Shard, TensorParallel, split
@@ -132,9 +138,9 @@ class Experts(nn.Module):
             if self.parallel.size > 1:
                 y = share_rows(y, offsets, self.parallel)
         else:
-            journey = plan(offsets, self.parallel)
-            y = self._run(leave(x, order, places, journey), journey.offsets)
-            y = come_home(y, journey)
+            plan = plan_dispatch(offsets, self.parallel)
+            y = self._run(dispatch(x, order, places, plan), plan.offsets)
+            y = return_rows(y, plan)
         return moe_combine(y, weights, places, shared, shared_gate)
 
     def _run(self, rows: Tensor, offsets: Tensor) -> Tensor:

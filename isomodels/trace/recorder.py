@@ -20,6 +20,7 @@ from isomodels.batch import Batch
 from isomodels.errors import TraceError
 from isomodels.layers.parallel import named_tensors
 from isomodels.trace.digest import TOGETHER, add_digests, row_digests, tensor_digest
+from isomodels.weights_conv.bits import dtype_name
 
 _NAMESPACE = "isomodels"
 _BLOCK = 64  # columns that are made and cleared together
@@ -212,7 +213,7 @@ class _Run(TorchDispatchMode):
                 f"{self.recorder.module}: {operator} gave {list(tensor.shape)} for {rows} tokens, "
                 "so its rows are no tokens and cannot be traced"
             )
-        self.form.columns.append(Column(shape, str(tensor.dtype).removeprefix("torch.")))
+        self.form.columns.append(Column(shape, dtype_name(tensor.dtype)))
         self._name(tensor, index)
         return index
 
