@@ -1,6 +1,8 @@
 """`isomodels inspect`: what a checkpoint of any form holds, lacks and needs."""
 
 import json as json_module
+from collections import Counter
+from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,6 +13,8 @@ from isomodels.cli.source import Like, check_source, open_source
 from isomodels.errors import CheckpointError, IsoError
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from isomodels.stored_weights import Weights
 
 _DEGREES = (1, 2, 4, 8)
@@ -75,27 +79,18 @@ def _names(checkpoint: Path, like: Path | None, error: IsoError) -> tuple[list[s
         return [], []
 
 
-def describe(weights: "Weights") -> dict[str, Any]:
-    """The facts about a sound checkpoint, ready for JSON; sizes in bytes."""
-    from isomodels.contract.stored import read_stored
-    from isomodels.weights_conv.bits import dtype_name
+def summary(weights: "Weights") -> dict[str, Any]:
+    """What a sound checkpoint is, ready for JSON."""
     from isomodels.weights_conv.rules import Carried
 
-    contract = read_stored(weights.path)
     config, tensors = weights.config, weights.tensors.meta()
     carried = {s.name for r in weights.rules if isinstance(r, Carried) for s in r.sources}
-    dtypes: dict[str, int] = {}
-    for tensor in tensors.values():
-        name = dtype_name(tensor.dtype)
-        dtypes[name] = dtypes.get(name, 0) + tensor.numel()
     return {
         "supported": True,
         "path": str(weights.path),
-        "layout": weights.layout,
         "architecture": weights.spec.architecture,
         "family": weights.spec.family,
         "dtype": config.dtype,
-        "dtypes": dtypes,
         "layers": config.num_hidden_layers,
         "hidden_size": config.hidden_size,
         "vocab_size": config.vocab_size,
@@ -104,6 +99,21 @@ def describe(weights: "Weights") -> dict[str, Any]:
         "carried_parameters": sum(tensors[name].numel() for name in carried if name in tensors),
         "tensors": len(tensors),
         "files": len(weights.files),
+    }
+
+
+def describe(weights: "Weights") -> dict[str, Any]:
+    """`summary`, and what else is known of a sound checkpoint; sizes in bytes."""
+    from isomodels.contract.stored import read_stored
+    from isomodels.weights_conv.bits import dtype_name
+
+    contract = read_stored(weights.path)
+    dtypes: Counter[str] = Counter()
+    for tensor in weights.tensors.meta().values():
+        dtypes[dtype_name(tensor.dtype)] += tensor.numel()
+    return summary(weights) | {
+        "layout": weights.layout,
+        "dtypes": dtypes,
         "missing": [],
         "unknown": [],
         "memory": _memory(weights),
@@ -185,15 +195,19 @@ def _held(
     return engine, held + states, held + states // _RANKS
 
 
-def _print_facts(facts: dict[str, Any]) -> None:
+def print_summary(facts: Mapping[str, Any]) -> None:
+    """`summary` for people."""
     from rich.console import Console
-    from rich.filesize import decimal
+
+    Console(soft_wrap=True, markup=False).print(_summary_table(facts))
+
+
+def _summary_table(facts: Mapping[str, Any]) -> "Table":
     from rich.table import Table
 
     table = Table(show_header=False, box=None)
-    table.add_row("architecture", f"{facts['architecture']} ({facts['family']})")
-    table.add_row("layout", facts["layout"])
-    for dtype, count in facts["dtypes"].items():
+    table.add_row("architecture", f"{facts['architecture']} ({facts['family']}), supported")
+    for dtype, count in facts.get("dtypes", {facts["dtype"]: facts["parameters"]}).items():
         table.add_row("parameters", f"{count:,} in {dtype}")
     if facts["carried_parameters"]:
         table.add_row("", f"of which {facts['carried_parameters']:,} are carried and not run")
@@ -201,6 +215,16 @@ def _print_facts(facts: dict[str, Any]) -> None:
     table.add_row("size", sizes)
     table.add_row("head", "tied to the embedding" if facts["tied"] else "its own tensor")
     table.add_row("files", f"{facts['tensors']} tensors in {facts['files']} file(s)")
+    return table
+
+
+def _print_facts(facts: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.filesize import decimal
+    from rich.table import Table
+
+    table = _summary_table(facts)
+    table.add_row("layout", facts["layout"])
     if facts["iteration"] is not None:
         table.add_row("iteration", str(facts["iteration"]))
     for section, digest in facts["contract"].items():
