@@ -38,7 +38,8 @@ ALIASES = (
     (r"\.experts\.experts\.(\d+)\.(\w+)\.weight$", r".experts.local_experts.\1.\2.weight"),
     (r"(mtp\.layers\.\d+)\.transformer_layer\.", r"\1.mtp_model_layer."),
 )
-Layer = Callable[[str, str, int], list[Resolved]]  # names of Megatron and of HF, index -> rules
+# name of a layer in Megatron, in HF, its index -> rules
+Layer = Callable[[str, str, int], list[Resolved]]
 
 
 def megatron_table(config: Any, layer: Layer, mtp: Sequence[Resolved] = ()) -> ForeignTable:
@@ -61,13 +62,12 @@ def megatron_table(config: Any, layer: Layer, mtp: Sequence[Resolved] = ()) -> F
     return ForeignTable((*rules, *mtp), ALIASES)
 
 
-def decoder_layer(config: Any, *, bias: bool = False, qk_norm: bool = True) -> Layer:
+def decoder_layer(config: Any, *, qkv_bias: bool = False, qk_norm: bool = True) -> Layer:
     """Layers of grouped-query attention, dense or with experts."""
 
-    def layer(ours: str, theirs: str, index: int) -> list[Resolved]:
-        rules = attention_rules(ours, theirs, config, bias=bias, qk_norm=qk_norm)
-        sparse = index < config.num_hidden_layers and config.is_sparse(index)
-        return rules + (moe_rules if sparse else mlp_rules)(ours, theirs, config)
+    def layer(mcore: str, hf: str, index: int) -> list[Resolved]:
+        rules = attention_rules(mcore, hf, config, qkv_bias=qkv_bias, qk_norm=qk_norm)
+        return rules + feed_forward_rules(mcore, hf, config, index)
 
     return layer
 
@@ -75,11 +75,9 @@ def decoder_layer(config: Any, *, bias: bool = False, qk_norm: bool = True) -> L
 def latent_layer(config: Any) -> Layer:
     """Layers of latent attention; those after the last are MTP's, with experts."""
 
-    def layer(ours: str, theirs: str, index: int) -> list[Resolved]:
-        rules = latent_attention_rules(ours, theirs, config)
-        if index < config.num_hidden_layers and not config.is_sparse(index):
-            return rules + mlp_rules(ours, theirs, config)
-        return rules + moe_rules(ours, theirs, config, shared="shared_experts", bias=True)
+    def layer(mcore: str, hf: str, index: int) -> list[Resolved]:
+        rules = latent_attention_rules(mcore, hf, config)
+        return rules + feed_forward_rules(mcore, hf, config, index)
 
     return layer
 
@@ -87,15 +85,13 @@ def latent_layer(config: Any) -> Layer:
 def hybrid_layer(config: HybridConfig, *, by_head: bool = False) -> Layer:
     """Layers of gated attention and of the gated delta rule; MTP's have gated attention."""
 
-    def layer(ours: str, theirs: str, index: int) -> list[Resolved]:
+    def layer(mcore: str, hf: str, index: int) -> list[Resolved]:
         kinds = config.layer_types or []
         if index < len(kinds) and kinds[index] != "full_attention":
-            rules = delta_rules(ours, theirs, config, by_head=by_head)
+            rules = delta_rules(mcore, hf, config, by_head=by_head)
         else:
-            rules = attention_rules(ours, theirs, config)
-        if config.routing is None:
-            return rules + mlp_rules(ours, theirs, config)
-        return rules + moe_rules(ours, theirs, config, shared="shared_expert")
+            rules = attention_rules(mcore, hf, config)
+        return rules + feed_forward_rules(mcore, hf, config, index)
 
     return layer
 
@@ -105,12 +101,10 @@ def latent_table(config: Any) -> ForeignTable:
     layer, table = latent_layer(config), (config.vocab_size, config.hidden_size)
     mtp: list[Resolved] = []
     for index in range(config.num_nextn_predict_layers):
-        theirs = f"model.layers.{config.num_hidden_layers + index}"
-        mtp += mtp_rules(index, theirs, config, layer)
-        mtp.append(
-            Cropped("embedding.word_embeddings.weight", table, f"{theirs}.embed_tokens.weight")
-        )
-        mtp.append(Cropped("output_layer.weight", table, f"{theirs}.shared_head.head.weight"))
+        hf = f"model.layers.{config.num_hidden_layers + index}"
+        mtp += mtp_rules(index, hf, config, layer)
+        mtp.append(Cropped("embedding.word_embeddings.weight", table, f"{hf}.embed_tokens.weight"))
+        mtp.append(Cropped("output_layer.weight", table, f"{hf}.shared_head.head.weight"))
     return megatron_table(config, layer, mtp)
 
 
@@ -134,14 +128,14 @@ def hybrid_table(config: HybridConfig, *, by_head: bool = False) -> ForeignTable
 
 
 def attention_rules(
-    ours: str, theirs: str, config: Any, *, bias: bool = False, qk_norm: bool = True
+    mcore: str, hf: str, config: Any, *, qkv_bias: bool = False, qk_norm: bool = True
 ) -> list[Resolved]:
     """Grouped-query attention behind its norm; a gated one has a gate a head beside the query.
 
     Rows of `linear_qkv` are, for each key head, [queries | their gates | key | value].
     """
-    ours, their_norm = f"{ours}.self_attention", f"{theirs}.input_layernorm.weight"
-    theirs = f"{theirs}.self_attn"
+    mcore, hf_norm = f"{mcore}.self_attention", f"{hf}.input_layernorm.weight"
+    hf = f"{hf}.self_attn"
     hidden, dim, groups = config.hidden_size, config.head_dim, config.num_key_value_heads
     each = config.num_attention_heads // groups
     gated = isinstance(config, HybridConfig)
@@ -150,29 +144,29 @@ def attention_rules(
     rows = {f"{n}_proj": groups * sum(size) for n, size in zip("qkv", sizes, strict=True)}
 
     def joined(kind: str, *width: int) -> Resolved:
-        parts = tuple(Source(f"{theirs}.{n}.{kind}", (count, *width)) for n, count in rows.items())
-        name = f"{ours}.linear_qkv.{kind}"
+        parts = tuple(Source(f"{hf}.{n}.{kind}", (count, *width)) for n, count in rows.items())
+        name = f"{mcore}.linear_qkv.{kind}"
         return Grouped(name, parts, groups=groups, sizes=sizes, heads=heads)
 
     rules: list[Resolved] = [
-        Same(f"{ours}.linear_qkv.layer_norm_weight", (hidden,), their_norm),
+        Same(f"{mcore}.linear_qkv.layer_norm_weight", (hidden,), hf_norm),
         joined("weight", hidden),
     ]
-    if bias:
+    if qkv_bias:
         rules.append(joined("bias"))
     if qk_norm:
         rules += [
-            Same(f"{ours}.{n}_layernorm.weight", (dim,), f"{theirs}.{n}_norm.weight") for n in "qk"
+            Same(f"{mcore}.{n}_layernorm.weight", (dim,), f"{hf}.{n}_norm.weight") for n in "qk"
         ]
     width = config.num_attention_heads * dim
-    rules.append(Same(f"{ours}.linear_proj.weight", (hidden, width), f"{theirs}.o_proj.weight"))
+    rules.append(Same(f"{mcore}.linear_proj.weight", (hidden, width), f"{hf}.o_proj.weight"))
     return rules
 
 
-def latent_attention_rules(ours: str, theirs: str, config: Any) -> list[Resolved]:
+def latent_attention_rules(mcore: str, hf: str, config: Any) -> list[Resolved]:
     """Latent attention (MLA) behind its norm."""
-    rules: list[Resolved] = [_norm(f"{ours}.input_layernorm", f"{theirs}.input_layernorm", config)]
-    ours, theirs = f"{ours}.self_attention", f"{theirs}.self_attn"
+    rules: list[Resolved] = [_norm(f"{mcore}.input_layernorm", f"{hf}.input_layernorm", config)]
+    mcore, hf = f"{mcore}.self_attention", f"{hf}.self_attn"
     hidden, rank, heads = config.hidden_size, config.q_lora_rank, config.num_attention_heads
     queries, values = heads * config.head_dim, heads * config.v_head_dim
     latent = config.kv_lora_rank
@@ -190,23 +184,23 @@ def latent_attention_rules(ours: str, theirs: str, config: Any) -> list[Resolved
         shapes["linear_q_up_proj.layer_norm_weight"] = ("q_a_layernorm.weight", (rank,))
         shapes["linear_q_up_proj.weight"] = ("q_b_proj.weight", (queries, rank))
     return rules + [
-        Same(f"{ours}.{name}", shape, f"{theirs}.{hf}") for name, (hf, shape) in shapes.items()
+        Same(f"{mcore}.{name}", shape, f"{hf}.{below}") for name, (below, shape) in shapes.items()
     ]
 
 
-def delta_rules(ours: str, theirs: str, config: HybridConfig, *, by_head: bool) -> list[Resolved]:
+def delta_rules(mcore: str, hf: str, config: HybridConfig, *, by_head: bool) -> list[Resolved]:
     """A gated delta rule layer behind its norm.
 
     A rank has its share of [q | k | v | z | b | a] in one projection and of [q | k | v] in one
     convolution. The gated norm is stored around zero, as all norms of such a model are.
 
     Args:
-        ours, theirs: names of the layer.
+        mcore, hf: names of the layer.
         config: the architecture's.
         by_head: HF has the projection's rows key head by key head, in two tensors.
     """
-    their_norm = f"{theirs}.input_layernorm.weight"
-    ours, theirs = f"{ours}.self_attention", f"{theirs}.linear_attn"
+    hf_norm = f"{hf}.input_layernorm.weight"
+    mcore, hf = f"{mcore}.self_attention", f"{hf}.linear_attn"
     hidden, heads = config.hidden_size, config.linear_num_value_heads
     keys = config.linear_num_key_heads * config.linear_key_head_dim
     values = heads * config.linear_value_head_dim
@@ -218,84 +212,78 @@ def delta_rules(ours: str, theirs: str, config: HybridConfig, *, by_head: bool) 
     convolution = (2 * keys + values, 1, config.linear_conv_kernel_dim)
     pieces = ("query", "key", "value", "z", "beta", "alpha")
     return [
-        Same(f"{ours}.in_proj.layer_norm_weight", (hidden,), their_norm),
+        Same(f"{mcore}.in_proj.layer_norm_weight", (hidden,), hf_norm),
         Ranked(
-            f"{ours}.in_proj.weight",
+            f"{mcore}.in_proj.weight",
             tuple(
-                Source(f"{theirs}.in_proj_{n}.weight", (sum(size), hidden))
-                for n, size in own.items()
+                Source(f"{hf}.in_proj_{n}.weight", (sum(size), hidden)) for n, size in own.items()
             ),
             sizes=tuple(own.values()),
             heads=(groups,) * len(own),
             pieces=pieces,
         ),
         Ranked(
-            f"{ours}.conv1d.weight",
-            (Source(f"{theirs}.conv1d.weight", convolution),),
+            f"{mcore}.conv1d.weight",
+            (Source(f"{hf}.conv1d.weight", convolution),),
             sizes=((keys, keys, values),),
             heads=(0,),
             pieces=pieces[:3],
         ),
-        *(Same(f"{ours}.{n}", (heads,), f"{theirs}.{n}") for n in ("A_log", "dt_bias")),
-        Shifted(
-            f"{ours}.out_norm.weight", (config.linear_value_head_dim,), f"{theirs}.norm.weight"
-        ),
-        Same(f"{ours}.out_proj.weight", (hidden, values), f"{theirs}.out_proj.weight"),
+        *(Same(f"{mcore}.{n}", (heads,), f"{hf}.{n}") for n in ("A_log", "dt_bias")),
+        Shifted(f"{mcore}.out_norm.weight", (config.linear_value_head_dim,), f"{hf}.norm.weight"),
+        Same(f"{mcore}.out_proj.weight", (hidden, values), f"{hf}.out_proj.weight"),
     ]
 
 
-def mlp_rules(ours: str, theirs: str, config: Any) -> list[Resolved]:
+def feed_forward_rules(mcore: str, hf: str, config: Any, index: int) -> list[Resolved]:
+    """A layer's feed-forward behind its norm: of experts where the config says so."""
+    return (moe_rules if config.is_sparse(index) else mlp_rules)(mcore, hf, config)
+
+
+def mlp_rules(mcore: str, hf: str, config: Any) -> list[Resolved]:
     """A dense feed-forward behind its norm."""
-    norm, hf = f"{ours}.mlp.linear_fc1.layer_norm_weight", f"{theirs}.post_attention_layernorm"
+    hf_norm = f"{hf}.post_attention_layernorm.weight"
     return [
-        Same(norm, (config.hidden_size,), f"{hf}.weight"),
-        *_swiglu(f"{ours}.mlp", f"{theirs}.mlp", config.hidden_size, config.intermediate_size),
+        Same(f"{mcore}.mlp.linear_fc1.layer_norm_weight", (config.hidden_size,), hf_norm),
+        *_swiglu(f"{mcore}.mlp", f"{hf}.mlp", config.hidden_size, config.intermediate_size),
     ]
 
 
-def moe_rules(
-    ours: str, theirs: str, config: Any, *, shared: str | None = None, bias: bool = False
-) -> list[Resolved]:
-    """Router and experts behind their norm.
-
-    Args:
-        ours, theirs: names of the layer.
-        config: the architecture's.
-        shared: HF's name of the shared experts, where there are any; one of "shared_expert" has a
-            gate.
-        bias: the router has a correction bias.
-    """
-    norm = _norm(f"{ours}.pre_mlp_layernorm", f"{theirs}.post_attention_layernorm", config)
-    ours, theirs = f"{ours}.mlp", f"{theirs}.mlp"
+def moe_rules(mcore: str, hf: str, config: Any) -> list[Resolved]:
+    """Router, experts, and the shared experts that the config states, behind their norm."""
+    norm = _norm(f"{mcore}.pre_mlp_layernorm", f"{hf}.post_attention_layernorm", config)
+    mcore, hf = f"{mcore}.mlp", f"{hf}.mlp"
     hidden, count = config.hidden_size, config.num_experts
-    rules = [norm, Same(f"{ours}.router.weight", (count, hidden), f"{theirs}.gate.weight")]
-    if bias:
-        hf = f"{theirs}.gate.e_score_correction_bias"
-        rules.append(Same(f"{ours}.router.expert_bias", (count,), hf, torch.float32))
+    rules = [norm, Same(f"{mcore}.router.weight", (count, hidden), f"{hf}.gate.weight")]
+    if config.routing.correction_bias:
+        hf_bias = f"{hf}.gate.e_score_correction_bias"
+        rules.append(Same(f"{mcore}.router.expert_bias", (count,), hf_bias, torch.float32))
     experts: list[Resolved] = []
     for index in range(count):
-        own, hf = f"{ours}.experts.experts.{index}", f"{theirs}.experts.{index}"
-        experts += _swiglu(own, hf, hidden, config.moe_intermediate_size)
+        expert, hf_expert = f"{mcore}.experts.experts.{index}", f"{hf}.experts.{index}"
+        experts += _swiglu(expert, hf_expert, hidden, config.moe_intermediate_size)
     rules += experts[::2] + experts[1::2]  # one tensor of all experts is read in its order
-    if shared is not None:
-        own, hf = f"{ours}.shared_experts", f"{theirs}.{shared}"
-        rules += _swiglu(own, hf, hidden, config.shared_experts_size)
-        if shared == "shared_expert":
-            rules.append(Same(f"{own}.gate_weight", (1, hidden), f"{hf}_gate.weight"))
+    if config.shared_experts_size is not None:
+        shared = f"{mcore}.shared_experts"
+        # one that has a gate is a single expert in HF names
+        hf_shared = f"{hf}.shared_expert" + ("" if config.shared_experts_gated else "s")
+        rules += _swiglu(shared, hf_shared, hidden, config.shared_experts_size)
+        if config.shared_experts_gated:
+            rules.append(Same(f"{shared}.gate_weight", (1, hidden), f"{hf_shared}_gate.weight"))
     return rules
 
 
-def _swiglu(ours: str, theirs: str, hidden: int, width: int) -> list[Resolved]:
-    halves = tuple(Source(f"{theirs}.{n}_proj.weight", (width, hidden)) for n in ("gate", "up"))
+def _swiglu(mcore: str, hf: str, hidden: int, width: int) -> list[Resolved]:
+    halves = tuple(Source(f"{hf}.{n}_proj.weight", (width, hidden)) for n in ("gate", "up"))
     return [
-        Concat(f"{ours}.linear_fc1.weight", halves),
-        Same(f"{ours}.linear_fc2.weight", (hidden, width), f"{theirs}.down_proj.weight"),
+        Concat(f"{mcore}.linear_fc1.weight", halves),
+        Same(f"{mcore}.linear_fc2.weight", (hidden, width), f"{hf}.down_proj.weight"),
     ]
 
 
 def mtp_rules(
     index: int,
-    theirs: str,
+    hf: str,
     config: Any,
     layer: Layer,
     *,
@@ -310,25 +298,25 @@ def mtp_rules(
 
     Args:
         index: which.
-        theirs: HF's name of it.
+        hf: HF's name of it.
         config: the architecture's.
         layer: the rules of its decoder layer.
-        enorm, hnorm, eh_proj, final_layernorm: HF's names below `theirs`.
-        at: where below `theirs` HF has the decoder layer.
+        enorm, hnorm, eh_proj, final_layernorm: HF's names below `hf`.
+        at: where below `hf` HF has the decoder layer.
         swapped: HF projects [hidden | embedding] and not [embedding | hidden].
     """
-    ours, hidden = f"mtp.layers.{index}", config.hidden_size
+    mcore, hidden = f"mtp.layers.{index}", config.hidden_size
     norms = {"enorm": enorm, "hnorm": hnorm, "final_layernorm": final_layernorm}
     project = Swapped if swapped else Same
     return [
         *(
-            Same(f"{ours}.{n}.weight", (hidden,), f"{theirs}.{hf}.weight")
-            for n, hf in norms.items()
+            Same(f"{mcore}.{n}.weight", (hidden,), f"{hf}.{below}.weight")
+            for n, below in norms.items()
         ),
-        project(f"{ours}.eh_proj.weight", (hidden, 2 * hidden), f"{theirs}.{eh_proj}.weight"),
-        *layer(f"{ours}.transformer_layer", theirs + at, config.num_hidden_layers + index),
+        project(f"{mcore}.eh_proj.weight", (hidden, 2 * hidden), f"{hf}.{eh_proj}.weight"),
+        *layer(f"{mcore}.transformer_layer", hf + at, config.num_hidden_layers + index),
     ]
 
 
-def _norm(ours: str, theirs: str, config: Any) -> Resolved:
-    return Same(f"{ours}.weight", (config.hidden_size,), f"{theirs}.weight")
+def _norm(mcore: str, hf: str, config: Any) -> Resolved:
+    return Same(f"{mcore}.weight", (config.hidden_size,), f"{hf}.weight")

@@ -17,7 +17,7 @@ def rules(config: MiMoConfig) -> tuple[Rule, ...]:
 
 def megatron_table(config: MiMoConfig) -> ForeignTable:
     """The table of the same model in Megatron."""
-    layer = megatron.decoder_layer(config, bias=True, qk_norm=False)
+    layer = megatron.decoder_layer(config, qkv_bias=True, qk_norm=False)
     mtp = [
         rule
         for index in range(config.num_nextn_predict_layers)
