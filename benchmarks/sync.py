@@ -177,15 +177,14 @@ def sync(layers: int = LAYERS) -> Iterator[Timing]:
 
 def kernels(nbytes: int = 16 << 30) -> Iterator[Timing]:
     """What bounds a sync: the trainer's digests, and the engine's copy with its digests, alone."""
-    from isomodels.sync.digest import Source, copy_and_digest, digests
+    from isomodels.sync.digest import copy_and_digest, digests
 
     source = [torch.randn(nbytes // 64 // 2, device="cuda").bfloat16() for _ in range(64)]
     target = [torch.empty_like(x) for x in source]
-    copied = [Source.of(x) for x in source]
     moved = sum(x.nbytes for x in source)
     for name, call, units in (
         ("the trainer's digests alone", lambda: digests(source), 1),
-        ("the engine's copy with its digests alone", lambda: copy_and_digest(copied, target), 2),
+        ("the engine's copy with its digests alone", lambda: copy_and_digest(source, target), 2),
     ):
         times = []
         for _ in range(SYNCS + 1):

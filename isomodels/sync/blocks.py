@@ -1,11 +1,11 @@
 """What a sync tells of the weights: blocks of whole tensors, and where the bytes of each lie."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from math import prod
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,8 +34,7 @@ class Held(Protocol):
         """The block."""
 
 
-@dataclass(frozen=True)
-class Whole:
+class Whole(NamedTuple):
     """A whole tensor as a block of itself."""
 
     name: str
@@ -106,25 +105,44 @@ class Block(NamedTuple):
         return source[self.place : self.place + size].view(dtype).view(self.shape)
 
 
-def to_text(blocks: Sequence[Block]) -> str:
+def to_text(blocks: Iterable[Block]) -> str:
     """Blocks as a message has them: JSON, one array a block."""
-    return json.dumps(blocks)
+    return json.dumps(list(blocks))
 
 
-def from_text(text: str) -> list[Block]:
-    """Blocks from `to_text`.
+class Blocks(list[Block]):
+    """Blocks, and where they lie once more as arrays of int64.
+
+    Attributes:
+        source, place, nbytes: of each.
 
     Raises:
-        CheckpointError: the text is no such description.
+        CheckpointError: a block of no dtype of torch.
+        TypeError: places that are no integers.
     """
-    try:
-        rows = [Block(*row) for row in json.loads(text)]
-        return [
-            row._replace(offset=tuple(row.offset), whole=tuple(row.whole), shape=tuple(row.shape))
-            for row in rows
-        ]
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"the trainer's blocks cannot be read: {error}") from None
+
+    def __init__(self, blocks: Iterable[Block]):
+        super().__init__(blocks)
+        rows = np.array([(b.source, b.place, b.nbytes) for b in self] or np.zeros((0, 3), int))
+        if rows.dtype != np.int64:
+            raise TypeError("places must be integers of 64 bits")
+        self.source, self.place, self.nbytes = rows.T
+
+    @classmethod
+    def from_text(cls, text: str) -> "Blocks":
+        """From `to_text`.
+
+        Raises:
+            CheckpointError: the text is no such description.
+        """
+        try:
+            rows = [Block(*row) for row in json.loads(text)]
+            return cls(
+                b._replace(offset=tuple(b.offset), whole=tuple(b.whole), shape=tuple(b.shape))
+                for b in rows
+            )
+        except (TypeError, ValueError, OverflowError) as error:
+            raise CheckpointError(f"the trainer's blocks cannot be read: {error}") from None
 
 
 def as_blocks(weights: "Mapping[str, Tensor] | Iterable[Held]") -> list[Held]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from isomodels.errors import CheckpointError
-from isomodels.sync.blocks import Block, Held
+from isomodels.sync.blocks import Blocks, Held
 from isomodels.sync.transport import Alone, Lent, Offer, Places
 
 _HANDLE_BYTES = 64
@@ -87,7 +87,7 @@ class CudaIpcReceiver:
 
     @contextmanager
     def read(
-        self, sources: Sequence[dict[str, Any]], blocks: Sequence[Block], device: torch.device
+        self, sources: Sequence[dict[str, Any]], blocks: Blocks, device: torch.device
     ) -> Iterator[Lent]:
         """Views of the trainer's memory; see `Receiver`."""
         if device.type != "cuda":

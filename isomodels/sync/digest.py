@@ -1,57 +1,45 @@
 """A digest of a tensor's bits that its own device computes at the speed of its memory."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 # Words at a time on the CPU: their 64-bit terms stay in its cache.
 _CHUNK = 1 << 17
-_WRAP = 1 << 64
+
+Array = npt.NDArray[np.int64]
+ArrayLike = Array | Sequence[int]
 
 
-class Span(NamedTuple):
-    """Bytes as the GPU's kernel takes them: whole vectors of 16 bytes.
-
-    Attributes:
-        device: a GPU.
-        address, nbytes: multiples of 16.
-    """
-
-    device: torch.device
-    address: int
-    nbytes: int
-
-    @classmethod
-    def at(cls, device: torch.device, address: int, nbytes: int) -> "Span | None":
-        """These bytes, if the kernel takes them."""
-        fits = device.type == "cuda" and not (address % 16 or nbytes % 16)
-        return cls(device, address, nbytes) if fits else None
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> "Span | None":
-        """A tensor's bytes, if it is contiguous and the kernel takes them."""
-        if not (tensor.is_cuda and tensor.is_contiguous()):
-            return None
-        return cls.at(tensor.device, tensor.data_ptr(), tensor.nbytes)
-
-
-class Source(NamedTuple):
-    """What is copied.
+class Spans(NamedTuple):
+    """Where tensors lie, as the GPU's kernel takes them: arrays of int64, one entry a tensor.
 
     Attributes:
-        span: where it lies, if the kernel takes it from there.
-        tensor: gives it.
+        device: number of the GPU; -1 for what the kernel does not take: what is in host memory, not
+            contiguous, or no whole vectors of 16 bytes (one or more).
+        address, nbytes: multiples of 16 where there is a GPU.
     """
 
-    span: Span | None
-    tensor: Callable[[], Tensor]
+    device: Array
+    address: Array
+    nbytes: Array
 
     @classmethod
-    def of(cls, tensor: Tensor) -> "Source":
-        """A tensor."""
-        return cls(Span.of(tensor), lambda: tensor)
+    def of(cls, tensors: Sequence[Tensor]) -> "Spans":
+        """Of tensors."""
+        device = [x.get_device() if x.is_contiguous() else -1 for x in tensors]
+        return cls.at(device, [x.data_ptr() for x in tensors], [x.nbytes for x in tensors])
+
+    @classmethod
+    def at(cls, device: ArrayLike, address: ArrayLike, nbytes: ArrayLike) -> "Spans":
+        """Of contiguous bytes."""
+        address, nbytes = np.asarray(address, np.int64), np.asarray(nbytes, np.int64)
+        taken = ((address | nbytes) % 16 == 0) & (nbytes > 0)
+        return cls(np.where(taken, device, -1), address, nbytes)
 
 
 def digest(tensor: Tensor) -> int:
@@ -78,19 +66,19 @@ def digests(tensors: Sequence[Tensor]) -> list[int]:
 def begin_digests(tensors: Sequence[Tensor]) -> Callable[[], list[int]]:
     """As `digests`, which the returned function waits for: a GPU computes them meanwhile."""
     flat = [x if x.is_contiguous() else x.detach().contiguous() for x in tensors]
-    spans = [Span.of(x) for x in flat]
-    fused = _begin([span for span in spans if span is not None])
-    others = iter([_by_torch(x) for x, span in zip(flat, spans, strict=True) if span is None])
+    spans = Spans.of(flat)
+    begun = _begin(spans, spans, copy=False)
+    found = {i: _by_torch(flat[i]) for i in np.flatnonzero(spans.device < 0).tolist()}
 
     def finish() -> list[int]:
-        found = iter(fused())
+        found.update(begun())
         del flat[:]  # until here the GPU reads the copies
-        return [next(others if span is None else found) for span in spans]
+        return [found[i] for i in range(len(spans.device))]
 
     return finish
 
 
-def copy_and_digest(sources: Sequence[Source], targets: Sequence[Tensor]) -> list[int]:
+def copy_and_digest(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> list[int]:
     """Copy tensors in place and digest what then lies at the targets.
 
     On a GPU the kernel that copies reads each word back, in one pass over memory: no target
@@ -103,34 +91,49 @@ def copy_and_digest(sources: Sequence[Source], targets: Sequence[Tensor]) -> lis
     Returns:
         The `digest` of each target.
     """
-    pairs = [
-        (source.span, span)
-        if source.span and (span := Span.of(target)) and source.span.device == span.device
-        else None
-        for source, target in zip(sources, targets, strict=True)
-    ]
-    fused = [pair for pair in pairs if pair is not None]
-    found = iter(_begin([source for source, _ in fused], [target for _, target in fused])())
-    rest = [i for i, pair in enumerate(pairs) if pair is None]
-    for i in rest:
-        targets[i].copy_(sources[i].tensor())
-    others = iter(digests([targets[i] for i in rest]))
-    return [next(others if pair is None else found) for pair in pairs]
+    pair = zip(sources, targets, strict=True)
+    return copy_spans(Spans.of(sources), Spans.of(targets), list(pair).__getitem__)
 
 
-def signed(value: int) -> int:
-    """An integer modulo 2^64, as a signed one."""
-    return (value + _WRAP // 2) % _WRAP - _WRAP // 2
+def copy_spans(
+    sources: Spans, targets: Spans, tensors: Callable[[int], tuple[Tensor, Tensor]]
+) -> list[int]:
+    """As `copy_and_digest`.
+
+    Args:
+        sources, targets: where they lie.
+        tensors: gives source and target of an entry that the kernel does not take.
+    """
+    fused = (sources.device == targets.device) & (targets.device >= 0)
+    begun = _begin(sources, targets._replace(device=np.where(fused, targets.device, -1)))
+    rest = {i: tensors(i) for i in np.flatnonzero(~fused).tolist()}
+    for source, target in rest.values():
+        target.copy_(source)
+    others = digests([target for _, target in rest.values()]) if rest else []
+    found = dict(zip(rest, others, strict=True)) | dict(begun())
+    return [found[i] for i in range(len(fused))]
 
 
 def _begin(
-    sources: Sequence[Span], targets: Sequence[Span] | None = None
-) -> Callable[[], list[int]]:
-    if not sources:
-        return list
-    from isomodels.sync.digest_triton import begin
+    sources: Spans, targets: Spans, copy: bool = True
+) -> Callable[[], Iterator[tuple[int, int]]]:
+    """Launch what lies on GPUs by the targets; (entry, digest) of it when it is called for."""
+    begun = []
+    for number in set(targets.device.tolist()) - {-1}:
+        from isomodels.sync.digest_triton import launch
 
-    return begin(sources, targets)
+        rows = np.flatnonzero(targets.device == number)
+        words = targets.nbytes[rows] // 4
+        device = torch.device("cuda", number)
+        sums = launch(device, sources.address[rows], targets.address[rows], words, copy)
+        begun.append((rows, words, sums))
+
+    def finish() -> Iterator[tuple[int, int]]:
+        for rows, words, sums in begun:
+            values = sums.cpu().numpy() + words * words  # what the ones of (w_i + 1) sum up to
+            yield from zip(rows.tolist(), values.tolist(), strict=True)
+
+    return finish
 
 
 def _by_torch(flat: Tensor) -> int:

@@ -3,65 +3,44 @@
 # Arguments of kernels have Triton's own types.
 # mypy: disable-error-code="no-untyped-def"
 
-from collections.abc import Callable, Sequence
-
 import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from isomodels.sync.digest import Span, signed
+from isomodels.sync.digest import Array
 
 # All tuning. What the running programs have copied must still lie in the L2 when they read it.
 TENSORS = 1024  # of one launch
 PASSES, BLOCK, WARPS = 4, 2048, 4  # a program takes PASSES * BLOCK words
 
 
-def begin(sources: Sequence[Span], targets: Sequence[Span] | None) -> Callable[[], list[int]]:
-    """Digests of bytes, or of the targets that they are first copied to.
+def launch(
+    device: torch.device, sources: Array, targets: Array, words: Array, copy: bool
+) -> Tensor:
+    """Begin the sums of w_i (2 i + 1) over the words at each target, or copy to it first.
 
     Args:
-        sources: of one device or several.
-        targets: of the same sizes and devices, no two of which overlap.
+        device: a GPU.
+        sources, targets: addresses, multiples of 16; no two targets overlap.
+        words: lengths in words of 4 bytes, multiples of 4.
+        copy: else the sources are not used.
 
     Returns:
-        Waits for the digests, one a source.
+        [len(targets)] int64, modulo 2^64.
     """
-    by_device: dict[torch.device, list[int]] = {}
-    for i, span in enumerate(sources):
-        by_device.setdefault(span.device, []).append(i)
-    begun = [
-        (some, _launch(device, [sources[i] for i in some], targets and [targets[i] for i in some]))
-        for device, some in by_device.items()
-    ]
-
-    def finish() -> list[int]:
-        found = [0] * len(sources)
-        for some, sums in begun:
-            for i, total in zip(some, sums.tolist(), strict=True):
-                found[i] = signed(total + (sources[i].nbytes // 4) ** 2)
-        return found
-
-    return finish
-
-
-def _launch(
-    device: torch.device, sources: Sequence[Span], targets: Sequence[Span] | None
-) -> Tensor:
-    """[len(sources)] int64: sums that the GPU computes."""
     held = torch.empty(4, TENSORS, dtype=torch.int64, device=device)
-    sums = torch.zeros(len(sources), dtype=torch.int64, device=device)
+    sums = torch.zeros(len(targets), dtype=torch.int64, device=device)
     with torch.cuda.device_of(held):
-        for start in range(0, len(sources), TENSORS):
+        for start in range(0, len(targets), TENSORS):
             some = slice(start, start + TENSORS)
-            count = len(sources[some])
+            count = len(words[some])
             table = np.zeros((4, TENSORS), dtype=np.int64)
             # Addresses as words from one aligned pointer: Triton knows no alignment of an address.
-            table[0, :count] = [span.address for span in sources[some]]
-            table[1, :count] = [span.address for span in (targets or sources)[some]]
-            table[:2, :count] = (table[:2, :count] - held.data_ptr()) // 4
-            table[2, :count] = [span.nbytes // 4 for span in sources[some]]
+            table[0, :count] = (sources[some] - held.data_ptr()) // 4
+            table[1, :count] = (targets[some] - held.data_ptr()) // 4
+            table[2, :count] = words[some]
             # The programs up to and with a tensor's last: a program finds its tensor by it.
             table[3] = np.cumsum(-(-table[2] // (PASSES * BLOCK)))
             held.copy_(torch.from_numpy(table))
@@ -69,7 +48,7 @@ def _launch(
                 held,
                 held.view(torch.int32),
                 sums[some],
-                COPY=targets is not None,
+                COPY=copy,
                 TENSORS=TENSORS,
                 PASSES=PASSES,
                 BLOCK=BLOCK,

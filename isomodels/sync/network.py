@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from isomodels.errors import CheckpointError
-from isomodels.sync.blocks import Block, Held, byte_view
+from isomodels.sync.blocks import Blocks, Held, byte_view
 from isomodels.sync.transport import Offer, Places
 
 _BUCKET = 64 << 20  # bytes of one broadcast
@@ -169,12 +169,12 @@ class NetworkReceiver:
 
     @contextmanager
     def read(
-        self, sources: Sequence[dict[str, Any]], blocks: Sequence[Block], device: torch.device
+        self, sources: Sequence[dict[str, Any]], blocks: Blocks, device: torch.device
     ) -> Iterator[Iterator[Tensor]]:
         """The blocks as they come, each valid until the next; see `Receiver`."""
         yield self._received(sources[0]["update"], blocks)
 
-    def _received(self, update: int, blocks: Sequence[Block]) -> Iterator[Tensor]:
+    def _received(self, update: int, blocks: Blocks) -> Iterator[Tensor]:
         try:
             self._store.add(f"ready/{update}", 1)
             buffer = torch.empty(max(b.nbytes for b in blocks), dtype=torch.uint8)

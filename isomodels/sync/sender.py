@@ -173,7 +173,7 @@ class WeightSender:
         message = {
             "transport": told[0].transport,
             "sources": [source for rank in told for source in rank.sources],
-            "blocks": to_text(list(_joined(told))),
+            "blocks": to_text(_joined(told)),
             "contract": self.contract.digests["numerical_policy"],
             "version": version,
         }

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from isomodels.errors import CheckpointError
-from isomodels.sync.blocks import Block, Held
+from isomodels.sync.blocks import Block, Blocks, Held
 from isomodels.sync.transport import Alone, Lent, Offer
 
 NAME = "isomodels-weights"  # in /proc/PID/maps
@@ -61,7 +61,7 @@ class SharedMemoryReceiver:
 
     @contextmanager
     def read(
-        self, sources: Sequence[dict[str, Any]], blocks: Sequence[Block], device: torch.device
+        self, sources: Sequence[dict[str, Any]], blocks: Blocks, device: torch.device
     ) -> Iterator[Lent]:
         """Views of the mapped files; see `Receiver`."""
         mapped = [_mapped(Path(source["path"]), source["bytes"]) for source in sources]

@@ -5,12 +5,13 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from isomodels.errors import CheckpointError
-from isomodels.sync.blocks import Block, Held
-from isomodels.sync.digest import Source, Span
+from isomodels.sync.blocks import Blocks, Held
+from isomodels.sync.digest import Array, Spans
 
 Places = list[tuple[int, int]]
 
@@ -62,7 +63,7 @@ class Receiver(Protocol):
     damages: bool
 
     def read(
-        self, sources: Sequence[dict[str, Any]], blocks: Sequence[Block], device: torch.device
+        self, sources: Sequence[dict[str, Any]], blocks: Blocks, device: torch.device
     ) -> "AbstractContextManager[Lent | Iterator[Tensor]]":
         """The tensors of all blocks, in their order.
 
@@ -77,34 +78,33 @@ class Lent:
     Args:
         sources: flat tensors of bytes.
         blocks: what is said to lie in them.
+
+    Raises:
+        CheckpointError: a block lies outside of its source.
     """
 
-    def __init__(self, sources: Sequence[Tensor], blocks: Sequence[Block]):
+    def __init__(self, sources: Sequence[Tensor], blocks: Blocks):
         self._sources, self._blocks = sources, blocks
+        lengths = np.array([*(source.numel() for source in sources), -1])  # and of none
+        known = (blocks.source >= 0) & (blocks.source < len(sources))
+        room = lengths[np.where(known, blocks.source, -1)] - blocks.nbytes
+        if (outside := (blocks.place < 0) | (blocks.place > room)).any():
+            name = blocks[int(outside.argmax())].name
+            raise CheckpointError(f"the trainer's {name} lies outside of what it sent")
 
-    def __getitem__(self, index: int) -> Tensor:
-        """A block's tensor: a view.
+    def __getitem__(self, number: int) -> Tensor:
+        """A block's tensor: a view."""
+        block = self._blocks[number]
+        return block.within(self._sources[block.source])
 
-        Raises:
-            CheckpointError: it lies outside of its source.
-        """
-        block, source, _ = self._held(index)
-        return block.within(source)
-
-    def source(self, index: int) -> Source:
-        """A block, to be copied; as above."""
-        block, source, size = self._held(index)
-        span = Span.at(source.device, source.data_ptr() + block.place, size)
-        return Source(span, lambda: block.within(source))
-
-    def _held(self, index: int) -> tuple[Block, Tensor, int]:
-        block = self._blocks[index]
-        size = block.nbytes
-        if 0 <= block.source < len(self._sources):
-            source = self._sources[block.source]
-            if 0 <= block.place <= source.numel() - size:
-                return block, source, size
-        raise CheckpointError(f"the trainer's {block.name} lies outside of what it sent")
+    def spans(self, numbers: Array) -> Spans:
+        """Where these blocks lie."""
+        device = np.array([source.get_device() for source in self._sources])
+        base = np.array([source.data_ptr() for source in self._sources])
+        blocks, source = self._blocks, self._blocks.source[numbers]
+        return Spans.at(
+            device[source], base[source] + blocks.place[numbers], blocks.nbytes[numbers]
+        )
 
 
 class Alone:

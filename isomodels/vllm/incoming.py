@@ -3,17 +3,18 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from isomodels.errors import CheckpointError
 from isomodels.layers.pieces import Piece, copy_overlap, missing, pieces
-from isomodels.sync.blocks import Block, Box, from_text
-from isomodels.sync.digest import Source, copy_and_digest, digest
+from isomodels.sync.blocks import Block, Blocks, Box
+from isomodels.sync.digest import Spans, copy_and_digest, copy_spans, digest
 from isomodels.sync.transport import Lent, Receiver
 from isomodels.weights_conv.bits import dtype_name, shorten
 
@@ -29,16 +30,16 @@ class Plan:
         lying: names and places of the worker's tensors (`_lying`).
         blocks: the trainer's.
         mine: the worker's pieces.
-        direct: of each piece the block that is just it, if there is one; by number.
-        named: the blocks of each tensor, by number.
+        whole: (piece, block) of each piece that is just one block, by their numbers.
+        targets: where these pieces lie.
     """
 
     text: str
     lying: list[Any]
-    blocks: list[Block]
+    blocks: Blocks
     mine: list[Piece]
-    direct: list[int | None]
-    named: dict[str, list[int]]
+    whole: list[tuple[int, int]]
+    targets: Spans
 
     @classmethod
     def of(cls, text: str, core: Any, parameters: Mapping[str, Sequence[int]]) -> "Plan":
@@ -52,19 +53,27 @@ class Plan:
         Raises:
             CheckpointError: naming all that differs.
         """
-        blocks, mine = from_text(text), pieces(core)
+        blocks, mine = Blocks.from_text(text), pieces(core)
         check_blocks(blocks, parameters, mine)
         _require_disjoint([piece.tensor for piece in mine])
-        named: dict[str, list[int]] = {}
-        for number, block in enumerate(blocks):
-            named.setdefault(block.name, []).append(number)
         boxes = {block.box: number for number, block in enumerate(blocks)}
-        direct = [boxes.get(_box(piece)) for piece in mine]
-        return cls(text, _lying(core), blocks, mine, direct, named)
+        found = enumerate(boxes.get(_box(piece)) for piece in mine)
+        whole = [(piece, block) for piece, block in found if block is not None]
+        targets = Spans.of([mine[piece].tensor for piece, _ in whole])
+        return cls(text, _lying(core), blocks, mine, whole, targets)
 
     def fits(self, text: str, core: Any) -> bool:
         """Whether it is still that of these blocks and this module."""
         return text == self.text and _lying(core) == self.lying
+
+    @cached_property
+    def others(self) -> dict[int, list[int]]:
+        """Of each other piece the blocks of its tensor."""
+        named: dict[str, list[int]] = {}
+        for number, block in enumerate(self.blocks):
+            named.setdefault(block.name, []).append(number)
+        alone = {piece for piece, _ in self.whole}
+        return {i: named[x.name] for i, x in enumerate(self.mine) if i not in alone}
 
 
 def _lying(module: nn.Module) -> list[Any]:
@@ -118,26 +127,13 @@ def check_blocks(
         )
 
 
-@dataclass(frozen=True)
-class Come:
-    """One piece as it came.
-
-    Attributes:
-        source: of its bits.
-        expected: the trainer's digest, if it has one of just this piece.
-    """
-
-    source: Source
-    expected: str | None = None
-
-
 def arrive(
     receiver: Receiver,
     plan: Plan,
     expected: Sequence[str],
     come: Lent | Iterator[Tensor],
     device: torch.device,
-) -> list[Come]:
+) -> Lent | list[Tensor]:
     """Read the blocks and compare their digests, without changing a weight.
 
     Args:
@@ -148,7 +144,7 @@ def arrive(
         device: of the worker, where host memory is digested too.
 
     Returns:
-        Where the bits of each of the plan's pieces are.
+        What stays readable; else each of the plan's pieces, in host memory.
 
     Raises:
         CheckpointError: bits were damaged on the way.
@@ -159,7 +155,7 @@ def arrive(
         )
     rooms = {} if isinstance(come, Lent) else _rooms(plan.mine)
     # Without copies on the way, a whole piece is compared as it is copied (copy_in_place).
-    later = set() if receiver.damages else set(plan.direct)
+    later = set() if receiver.damages else {block for _, block in plan.whole}
     now = [number for number in range(len(plan.blocks)) if number not in later]
     tensors = (come[number] for number in now) if isinstance(come, Lent) else come
     wrong = []
@@ -172,35 +168,50 @@ def arrive(
     if wrong:
         raise CheckpointError(f"damaged on the way ({_KEPT}): {shorten(wrong)}")
     if isinstance(come, Lent):
-        return list(_lent(come, plan, expected))
+        return come
     kept = {_box(room): room.tensor for some in rooms.values() for room in some}
-    return [Come(Source.of(kept[_box(piece)])) for piece in plan.mine]
+    return [kept[_box(piece)] for piece in plan.mine]
 
 
-def copy_in_place(come: Sequence[Come], mine: Sequence[Piece]) -> None:
+def copy_in_place(plan: Plan, come: Lent | list[Tensor], expected: Sequence[str]) -> None:
     """Copy, then compare the digests of what lies on the device.
+
+    Args:
+        plan: names the pieces.
+        come: of `arrive`.
+        expected: the trainer's digest of each block.
 
     Raises:
         CheckpointError: it differs from the trainer's.
     """
-    pairs = list(zip(come, mine, strict=True))
-    known = [(one, piece) for one, piece in pairs if one.expected is not None]
-    values = copy_and_digest([one.source for one, _ in known], [piece.tensor for _, piece in known])
-    wrong = [
-        piece.name
-        for (one, piece), value in zip(known, values, strict=True)
-        if str(value) != one.expected
-    ]
-    for one, piece in pairs:
-        if one.expected is None:  # one by one: what is put together takes memory
-            tensor = one.source.tensor()
-            if copy_and_digest([Source.of(tensor)], [piece.tensor]) != [digest(tensor)]:
-                wrong.append(piece.name)
+    wrong = _copy_whole(plan, come, expected) if isinstance(come, Lent) else []
+    # The others one by one: what is put together takes memory.
+    for i in plan.others if isinstance(come, Lent) else range(len(plan.mine)):
+        piece = plan.mine[i]
+        source = _put_together(i, plan, come) if isinstance(come, Lent) else come[i]
+        if copy_and_digest([source], [piece.tensor]) != [digest(source)]:
+            wrong.append(piece.name)
     if wrong:
         raise CheckpointError(
             f"after the sync {shorten(wrong)} differ from the trainer's: the engine serves nothing "
             "until weights are sent again"
         )
+
+
+def _copy_whole(plan: Plan, lent: Lent, expected: Sequence[str]) -> list[str]:
+    """Names of the pieces that then have another digest than the trainer's."""
+
+    def tensors(entry: int) -> tuple[Tensor, Tensor]:
+        piece, block = plan.whole[entry]
+        return lent[block], plan.mine[piece].tensor
+
+    sources = lent.spans(np.array([block for _, block in plan.whole], np.int64))
+    values = copy_spans(sources, plan.targets, tensors)
+    return [
+        plan.mine[piece].name
+        for (piece, block), value in zip(plan.whole, values, strict=True)
+        if str(value) != expected[block]
+    ]
 
 
 def _unfilled(blocks: Sequence[Block], mine: Sequence[Piece]) -> list[str]:
@@ -212,17 +223,10 @@ def _unfilled(blocks: Sequence[Block], mine: Sequence[Piece]) -> list[str]:
     return missing([_piece(b, _empty(b)) for b in blocks if b.name in names], rest)
 
 
-def _lent(lent: Lent, plan: Plan, expected: Sequence[str]) -> Iterator[Come]:
-    for piece, number in zip(plan.mine, plan.direct, strict=True):
-        if number is not None:
-            yield Come(lent.source(number), expected[number])
-        else:
-            yield Come(Source(None, partial(_put_together, piece, lent, plan)))
-
-
-def _put_together(target: Piece, lent: Lent, plan: Plan) -> Tensor:
+def _put_together(i: int, plan: Plan, lent: Lent) -> Tensor:
     """A piece of the blocks that fill it, where they lie."""
-    parts = [_piece(plan.blocks[number], lent[number]) for number in plan.named[target.name]]
+    parts = [_piece(plan.blocks[number], lent[number]) for number in plan.others[i]]
+    target = plan.mine[i]
     room = torch.empty_like(target.tensor, device=parts[0].tensor.device)
     for part in parts:
         copy_overlap(part, replace(target, tensor=room))

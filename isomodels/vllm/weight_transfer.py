@@ -116,11 +116,10 @@ class IsoModelsWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         """See `update_weights`."""
         plan, receiver = self._together(lambda: self._admit(update_info))
         with receiver.read(update_info.sources, plan.blocks, self.device) as blocks:
-            come = self._together(
-                lambda: arrive(receiver, plan, update_info.digests, blocks, self.device)
-            )
+            expected = update_info.digests
+            come = self._together(lambda: arrive(receiver, plan, expected, blocks, self.device))
             self.model.refusal = "a sync of weights was interrupted: send them again"
-            self._together(lambda: copy_in_place(come, plan.mine))
+            self._together(lambda: copy_in_place(plan, come, expected))
         self.model.refusal = None
         self._received = True
 

@@ -15,7 +15,7 @@ from isomodels.errors import CheckpointError, ContractError
 from isomodels.layers.pieces import pieces
 from isomodels.sync import WeightSender, digest
 from isomodels.sync.blocks import Block, Whole, to_text
-from isomodels.sync.digest import digests
+from isomodels.sync.digest import Spans, digests
 from isomodels.vllm import Engine, LLMSyncClient, Request, weight_transfer
 from isomodels.vllm.incoming import check_blocks
 from tests.vllm.support import assert_equal_bits, draw, load_core
@@ -131,8 +131,10 @@ def test_an_interrupted_copy_stops_serving(engine: Engine, folders: list[Path], 
     sender = WeightSender(LLMSyncClient(engine.llm), contract_of(folders[0]))
     real = weight_transfer.copy_in_place
 
-    def failing(come, mine):
-        real(come[:3], mine[:3])
+    def failing(plan, come, expected):
+        targets = Spans.of([piece.tensor for piece in plan.mine[:3]])
+        some = replace(plan, mine=plan.mine[:3], whole=plan.whole[:3], targets=targets)
+        real(some, come, expected)
         raise RuntimeError("the device is lost")
 
     monkeypatch.setattr(weight_transfer, "copy_in_place", failing)
@@ -150,15 +152,15 @@ def test_other_bits_after_the_copy_stop_serving(engine: Engine, folders: list[Pa
     import isomodels.vllm.incoming as module
 
     sender = WeightSender(LLMSyncClient(engine.llm), contract_of(folders[0]))
-    real = module.copy_and_digest
+    real = module.copy_spans
 
-    def swapped(sources, targets):
-        first, second, *rest = targets
-        real([sources[0]], [first])
+    def changed(sources, targets, tensors):
+        _, *values = real(sources, targets, tensors)
+        _, first = tensors(0)
         first.view(torch.int16).view(-1)[7] ^= 1
-        return [digest(first), *real(sources[1:], [second, *rest])]
+        return [digest(first), *values]
 
-    monkeypatch.setattr(module, "copy_and_digest", swapped)
+    monkeypatch.setattr(module, "copy_spans", changed)
     with pytest.raises(CheckpointError, match="differ from the trainer's: the engine serves noth"):
         sender.send(weights(folders[1]), "wrong")
     assert engine._model.refusal is not None

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from isomodels.errors import CheckpointError
 from isomodels.sync import Network, network
-from isomodels.sync.blocks import Block, Whole
+from isomodels.sync.blocks import Block, Blocks, Whole
 from isomodels.sync.digest import digest
 from isomodels.sync.network import NetworkReceiver
 
@@ -36,7 +36,7 @@ def workers_of(
 
 
 def received(
-    receiver: NetworkReceiver, sources: list[dict[str, Any]], blocks: list[Block]
+    receiver: NetworkReceiver, sources: list[dict[str, Any]], blocks: Blocks
 ) -> list[Tensor]:
     with receiver.read(sources, blocks, torch.device("cpu")) as tensors:
         return [tensor.clone() for tensor in tensors]
@@ -62,9 +62,9 @@ def test_every_worker_has_every_bit(monkeypatch, address):
         for _ in range(2):  # one handshake, several syncs
             held = [Whole(name, tensor) for name, tensor in WEIGHTS.items()]
             with sender.offer(held) as offer:
-                blocks = [
+                blocks = Blocks(
                     Block.of(one, *place) for one, place in zip(held, offer.places, strict=True)
-                ]
+                )
                 reads = []
 
                 def call(reads=reads, offer=offer, blocks=blocks) -> None:

@@ -1,7 +1,7 @@
 """What an engine keeps from sync to sync: every change of either side is noticed."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -13,11 +13,12 @@ pytest.importorskip("vllm", reason="vllm is not installed")
 from isomodels.contract import contract_of
 from isomodels.errors import CheckpointError
 from isomodels.layers.parallel import named_tensors
-from isomodels.sync import SharedMemory, WeightSender, digest
-from isomodels.sync.blocks import Block, Whole, from_text, to_text
-from isomodels.sync.digest import Source
+from isomodels.sync import SharedMemory, WeightSender
+from isomodels.sync.blocks import Block, Blocks, Whole, byte_view, to_text
+from isomodels.sync.digest import digests
+from isomodels.sync.transport import Lent
 from isomodels.vllm import LLMSyncClient
-from isomodels.vllm.incoming import Come, Plan, copy_in_place
+from isomodels.vllm.incoming import Plan, copy_in_place
 from tests.megatron.bits import assert_all_same_bits
 from tests.sync.test_engine import check, weights
 from tests.vllm.support import load_core
@@ -101,7 +102,7 @@ def test_a_plan_fits_only_the_module_that_it_was_made_of(folders, change: Callab
 def test_a_plan_fits_only_the_blocks_that_it_was_made_of(folders, field: dict[str, Any]):
     core = load_core(folders[0])
     plan = plan_of(core)
-    blocks = from_text(text_of(core))
+    blocks = Blocks.from_text(text_of(core))
     assert plan.fits(to_text(blocks), core)
     assert not plan.fits(to_text([blocks[0]._replace(**field), *blocks[1:]]), core)
     assert not plan.fits(to_text(blocks[::-1]), core)
@@ -215,6 +216,18 @@ def test_a_known_plan_admits_nothing_else(engine, folders, fault):
     [
         ("blocks", lambda text: "[[1]]", "the trainer's blocks cannot be read"),
         ("blocks", lambda text: text[:-1], "the trainer's blocks cannot be read"),
+        (
+            "blocks",
+            lambda text: text.replace(", 0]", ", 0.5]"),
+            "the trainer's blocks cannot be read",
+        ),
+        (
+            "blocks",
+            lambda text: text.replace("bfloat16", "bfloat"),
+            "is of bfloat, which is no dtype",
+        ),
+        ("blocks", lambda text: text.replace(", 0, ", ", 1, "), "lies outside of what it sent"),
+        ("blocks", lambda text: text.replace(", 0, ", ", -1, "), "lies outside of what it sent"),
         ("digests", lambda values: [], "the trainer sent 0 digests of"),
         ("digests", lambda values: values * 2, "the trainer sent .* digests of"),
         ("digests", lambda values: [""] * len(values), "damaged on the way"),
@@ -236,16 +249,18 @@ def test_a_message_that_is_not_whole(engine, folders, monkeypatch, field, change
     assert_served(engine, weights(folders[0]))
 
 
-@pytest.mark.parametrize("expected", ["", "0"])
+@pytest.mark.parametrize("expected", ["", "0", None])
 def test_what_is_not_copied_on_the_way_is_compared_with_its_digest(folders, expected):
     """Where blocks are the trainer's own memory (CUDA IPC): after the copy, none is left out."""
     core, new = load_core(folders[0]), weights(folders[1])
-    plan = plan_of(core)
-    come = [Come(Source.of(new[piece.name]), str(digest(new[piece.name]))) for piece in plan.mine]
-    copy_in_place(come, plan.mine)
-    with pytest.raises(CheckpointError, match=f"after the sync {plan.mine[2].name} differ"):
-        copy_in_place([replace(x, expected=expected) if i == 2 else x for i, x in enumerate(come)],
-                      plan.mine)  # fmt: skip
+    blocks = [Block.of(Whole(*item), number, 0) for number, item in enumerate(new.items())]
+    plan = Plan.of(to_text(blocks), core, {name: list(x.shape) for name, x in new.items()})
+    lent = Lent([byte_view(x) for x in new.values()], plan.blocks)
+    values = [str(value) for value in digests(list(new.values()))]
+    copy_in_place(plan, lent, values)
+    values[2] = expected
+    with pytest.raises(CheckpointError, match=f"after the sync {blocks[2].name} differ"):
+        copy_in_place(plan, lent, values)
 
 
 def test_a_sync_that_broke_off_in_the_trainer_can_be_made_again(engine, folders, monkeypatch):

@@ -11,7 +11,7 @@ import torch
 
 from isomodels.errors import CheckpointError, IsoError
 from isomodels.sync import CudaIpc, SharedMemory, WeightSender, cuda_ipc
-from isomodels.sync.blocks import Whole, from_text
+from isomodels.sync.blocks import Blocks, Whole
 from isomodels.sync.digest import digest
 from isomodels.sync.sender import transport_for
 
@@ -70,7 +70,7 @@ def test_a_single_rank_names_where_its_blocks_lie():
     client = Client()
     sent = WeightSender(client, CONTRACT).send({n: torch.zeros(4) for n in NAMES}, "one")
     assert (sent.transport, sent.bytes) == ("shared_memory", 48)
-    blocks = from_text(client.message["blocks"])
+    blocks = Blocks.from_text(client.message["blocks"])
     assert [(block.name, block.source) for block in blocks] == [(name, 0) for name in NAMES]
     assert client.message["digests"] == [str(digest(torch.zeros(4)))] * 3
 
@@ -97,7 +97,7 @@ def rank(number: int, store: str, case: str, pipe: Any) -> None:
         ended = str(error)
     told = client.message and [
         (b.name, b.source, len(client.message["sources"]))
-        for b in from_text(client.message["blocks"])
+        for b in Blocks.from_text(client.message["blocks"])
     ]
     pipe.send((ended, told))
     dist.barrier()

@@ -31,7 +31,7 @@ import sys, threading
 from multiprocessing.connection import Client, Listener
 import torch
 from isomodels.sync import Network
-from isomodels.sync.blocks import Block, Whole
+from isomodels.sync.blocks import Block, Blocks, Whole
 from isomodels.sync.network import NetworkReceiver
 
 CONTROL = ("10.9.0.1", 4711)
@@ -44,7 +44,7 @@ if sys.argv[1] == "trainer":
         sender, held = Network("10.9.0.1", 1, timeout_s=20.0), [Whole("x", x)]
         sender.connect(call)
         with sender.offer(held) as offer:
-            blocks = [Block.of(one, *at) for one, at in zip(held, offer.places)]
+            blocks = Blocks(Block.of(one, *at) for one, at in zip(held, offer.places))
             sender.deliver(held, lambda: call((offer.sources, blocks)))
 else:
     for _ in range(600):
