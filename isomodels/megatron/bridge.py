@@ -90,6 +90,12 @@ class IsoModelProvider(TransformerConfig, ModelProviderMixin[IsoLanguageModel]):
                 "isomodels does not pad the vocabulary: set should_pad_vocab to False and "
                 f"vocab_size to {hf_config.vocab_size}"
             )
+        for name, stated in (
+            ("rotary_base", hf_config.rope_theta),
+            ("share_embeddings_and_output_weights", hf_config.tie_word_embeddings),
+        ):
+            if getattr(self, name) != stated:
+                raise ConfigError(f"{name} is {getattr(self, name)}, the checkpoint has {stated}")
         if self.seq_length > hf_config.max_position_embeddings:
             raise UnsupportedError(
                 f"seq_length {self.seq_length} is longer than max_position_embeddings = "

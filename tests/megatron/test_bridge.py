@@ -134,9 +134,14 @@ def test_refusals(checkpoint):
         provider = iso_bridge(path).to_megatron_provider()
         with pytest.raises(UnsupportedError, match=message):
             provider.apply_overrides_and_finalize(overrides=change)
-    provider = iso_bridge(path).to_megatron_provider()
-    with pytest.raises(ConfigError, match="num_layers"):
-        provider.apply_overrides_and_finalize(overrides={"num_layers": 7})
+    for name, other in (
+        ("num_layers", 7),
+        ("rotary_base", 10000.0),
+        ("share_embeddings_and_output_weights", True),
+    ):
+        provider = iso_bridge(path).to_megatron_provider()
+        with pytest.raises(ConfigError, match=name):
+            provider.apply_overrides_and_finalize(overrides={name: other})
     with pytest.raises(UnsupportedError, match="model_provider"):
         iso_bridge(checkpoint("mimo", "fp32"))
 
