@@ -35,7 +35,7 @@ MAY_IMPORT = {
     "contract": BRICKS | FAMILIES | {"validate"},
     "sync": {"contract", "errors"},
     **dict.fromkeys(HOSTS, BRICKS | FAMILIES | {"validate", "contract", "sync", "trace"}),
-    "parity": BRICKS | FAMILIES | HOSTS | {"contract", "sync"},
+    "parity": BRICKS | FAMILIES | HOSTS | {"validate", "contract", "sync"},
     "cli": BRICKS | FAMILIES | HOSTS | {"parity", "validate", "contract", "trace"},
 }
 # Leaves that other projects may copy: nothing but these from outside.
