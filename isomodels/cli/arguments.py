@@ -1,11 +1,14 @@
 """Options that several commands share. Imports no torch: a wrong one is answered at once."""
 
 import re
+from collections.abc import Callable
 from enum import StrEnum
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
+from isomodels.cli.files import check_writable
 from isomodels.errors import UnsupportedError
 
 _DEVICE = re.compile(r"cpu|cuda(:(0|[1-9][0-9]?))?")
@@ -39,6 +42,37 @@ class Workload(StrEnum):
     short = "short"
     quick = "quick"
     full = "full"
+
+
+_STDOUT = Path("-")
+JsonFile = Annotated[
+    Path | None, typer.Option("--json", help="Also write the report as JSON ('-': print it).")
+]
+
+
+def check_json_file(json_file: Path | None) -> None:
+    """Refuse a file of `JsonFile` that cannot be written.
+
+    Raises:
+        CheckpointError: naming the file and the reason.
+    """
+    check_writable(None if json_file == _STDOUT else json_file)
+
+
+def write_report(json_file: Path | None, text: str, show: Callable[[], None]) -> None:
+    """Give a report as `JsonFile` asks for it.
+
+    Args:
+        json_file: the option.
+        text: the report as JSON.
+        show: prints it for people; not called where the JSON is printed.
+    """
+    if json_file == _STDOUT:
+        typer.echo(text)
+        return
+    show()
+    if json_file is not None:
+        json_file.write_text(text + "\n")
 
 
 def device_option(text: str) -> Any:

@@ -125,13 +125,12 @@ def convert(
     if json:
         typer.echo(json_module.dumps(facts))
         return
-    speed = (
-        f"{plan.nbytes / 1e6:,.1f} MB in {seconds:.1f} s, {plan.nbytes / 1e6 / seconds:,.0f} MB/s"
-    )
+    megabytes = plan.nbytes / 1e6
     compared = "read back, and bit-exact" if verify else "not compared with the source"
     typer.echo(
         f"{destination}: {facts['layout']}, {facts['tensors']} tensors, {facts['dtype']}, in "
-        f"{facts['files']} file(s); {speed}; {compared}"
+        f"{facts['files']} file(s); {megabytes:,.1f} MB in {seconds:.1f} s, "
+        f"{megabytes / seconds:,.0f} MB/s; {compared}"
     )
 
 

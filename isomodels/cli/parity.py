@@ -14,8 +14,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from isomodels.cli.arguments import Dtype, Host, HostDevice, Workload, check_host
-from isomodels.cli.files import check_folder, check_writable
+from isomodels.cli.arguments import (
+    Dtype,
+    Host,
+    HostDevice,
+    JsonFile,
+    Workload,
+    check_host,
+    check_json_file,
+    write_report,
+)
+from isomodels.cli.files import check_folder
 from isomodels.errors import CheckpointError, UnsupportedError
 from isomodels.registry import find_spec
 
@@ -101,9 +110,7 @@ def parity(
         bool, typer.Option(help="Also compare vLLM's and transformers' own models.")
     ] = True,
     seed: Annotated[int, typer.Option(min=0, help="Of prompts, sampling and random weights.")] = 0,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Also write the report as JSON ('-': print it).")
-    ] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Run the real vLLM engine and the real Megatron trainer on one checkpoint and compare every
     logprob by bit pattern, before and after a weight update.
@@ -119,8 +126,7 @@ def parity(
         raise UnsupportedError("--forward-only runs no parallel layout: leave out the layouts")
     _check_model(checkpoint, config, num_layers, forward_only)
     arch = None if arch is None else _named(arch)
-    json_to = None if json_file is None or str(json_file) == "-" else json_file
-    check_writable(json_to)
+    check_json_file(json_file)
     of_trainer, of_engine = _layouts(trainer_layout, engine_layout)
     from isomodels.parity.checkpoints import random_checkpoint
     from isomodels.parity.forward_only import run_forward_only
@@ -134,52 +140,43 @@ def parity(
         sizes = replace(sizes, max_num_batched_tokens=max_num_batched_tokens)
     check_engine_layout(of_engine)
     check_device(device.value)
-    progress = Console(stderr=True)
     with ExitStack() as stack:
         stack.enter_context(_exit_by_sigterm())
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="isomodels-")))
-        status = stack.enter_context(progress.status("making the checkpoint"))
+        say = stack.enter_context(_status("making the checkpoint"))
         if checkpoint is not None:
             chosen = _given(checkpoint, arch, dtype, folder)
         else:
             write = _config_alone if forward_only else random_checkpoint
             chosen = _drawn(config, num_layers, arch, dtype, seed, device.value, folder, write)
-
-        def say(what: str) -> None:
-            status.update(what)
-            if not progress.is_terminal:
-                progress.print(what, highlight=False)
-
+        how: dict[str, Any] = {"device": device.value, "seed": seed, "workload": sizes, "say": say}
+        if not forward_only:
+            how |= {"stock": stock, "trainer_layout": of_trainer, "engine_layout": of_engine}
         try:
-            if forward_only:
-                report = run_forward_only(
-                    chosen, device=device.value, seed=seed, workload=sizes, say=say
-                )
-            else:
-                report = run_parity(
-                    chosen,
-                    device=device.value,
-                    seed=seed,
-                    workload=sizes,
-                    stock=stock,
-                    say=say,
-                    trainer_layout=of_trainer,
-                    engine_layout=of_engine,
-                )
+            report = (run_forward_only if forward_only else run_parity)(chosen, **how)
         except ProcessError as error:
             typer.echo(f"error: {error}", err=True)
             raise typer.Exit(3) from None
         if (source := checkpoint or config) is not None:
             report.checkpoint = str(source)
     as_text = json.dumps(as_json(report), indent=2, allow_nan=False)
-    if json_file is not None and json_to is None:
-        typer.echo(as_text)
-    else:
-        print_report(report, Console())
-    if json_to is not None:
-        json_to.write_text(as_text + "\n")
+    write_report(json_file, as_text, lambda: print_report(report, Console()))
     if report.faults():
         raise typer.Exit(1)
+
+
+@contextmanager
+def _status(first: str) -> Iterator[Callable[[str], None]]:
+    """Tell on stderr what is going on, `first` to begin with; yields what tells the next."""
+    console = Console(stderr=True)
+    with console.status(first) as status:
+
+        def say(what: str) -> None:
+            status.update(what)
+            if not console.is_terminal:
+                console.print(what, highlight=False)
+
+        yield say
 
 
 @contextmanager

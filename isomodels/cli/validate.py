@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from isomodels.cli.arguments import device_option
-from isomodels.cli.files import check_writable, check_written
+from isomodels.cli.arguments import JsonFile, check_json_file, device_option, write_report
+from isomodels.cli.files import check_written
 from isomodels.cli.progress import check_bar
 from isomodels.errors import CheckpointError, UnsupportedError
 
@@ -49,9 +49,7 @@ def validate(
             help="Report that --json wrote on another machine: must the outputs' bits agree?",
         ),
     ] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Also write the report as JSON ('-': print it).")
-    ] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Prove every kernel on this device.
 
@@ -70,8 +68,7 @@ def validate(
 
     Example: isomodels validate --json here.json
     """
-    json_to = None if json_file is None or str(json_file) == "-" else json_file
-    check_writable(json_to)
+    check_json_file(json_file)
     if interpret and (quick or device not in (None, "cpu")):
         raise UnsupportedError(
             "--interpret runs on the CPU and has one form: leave out --quick and --device"
@@ -84,24 +81,21 @@ def validate(
         raise typer.Exit(_in_interpreter(operation or [], json_file))
     from isomodels.validate.report import print_report
 
-    console = Console()
     other = _read(compare) if compare is not None else None
     report = _run(device, quick, interpret, operation)
     differ = _differences(report, other) if other is not None else []
     kept = _keep(report, partial=operation is not None)
-    if json_file is not None and json_to is None:
-        typer.echo(json.dumps(report.as_json(), indent=2))
-    else:
+
+    def show() -> None:
+        console = Console()
         print_report(report, console)
         console.print(kept, highlight=False, soft_wrap=True)
-        if differ:
-            other_bits = f"[red]Other bits than in {compare}: {', '.join(differ)}[/red]."
-            console.print(other_bits, highlight=False, soft_wrap=True)
-        elif compare:
+        if compare is not None:
             same = f"[green]The bits of {compare} in every operation.[/green]"
-            console.print(same, highlight=False, soft_wrap=True)
-    if json_to is not None:
-        json_to.write_text(json.dumps(report.as_json(), indent=2) + "\n")
+            others = f"[red]Other bits than in {compare}: {', '.join(differ)}[/red]."
+            console.print(others if differ else same, highlight=False, soft_wrap=True)
+
+    write_report(json_file, json.dumps(report.as_json(), indent=2), show)
     if differ or not report.passed:
         raise typer.Exit(1)
 
