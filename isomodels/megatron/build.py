@@ -8,8 +8,8 @@ import torch
 
 from isomodels.config import read_config
 from isomodels.megatron import resume
+from isomodels.megatron.degrees import Degrees
 from isomodels.megatron.grad_norm import count_rows_once
-from isomodels.megatron.layout import Degrees
 from isomodels.megatron.stages import unwrap
 
 if TYPE_CHECKING:

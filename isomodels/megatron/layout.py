@@ -14,8 +14,6 @@ from isomodels.layers.parallel import (
 )
 from isomodels.megatron.degrees import Degrees
 
-__all__ = ["Degrees", "check_degrees", "layout_of", "mark_parameters"]
-
 
 def check_degrees(config: Any, hf_config: Any) -> None:
     """Refuse degrees of a `TransformerConfig` that do not divide the model.

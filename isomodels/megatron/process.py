@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from isomodels.errors import HostError, LostRankError, UnsupportedError
-from isomodels.megatron.layout import Degrees
+from isomodels.megatron.degrees import Degrees
 
 _starts = count()
 # Of gloo's errors, which are plain RuntimeErrors.

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from isomodels.errors import HostError
 from isomodels.layers.routes import Routes
-from isomodels.megatron.layout import Degrees
+from isomodels.megatron.degrees import Degrees
 from isomodels.megatron.packing import Pack, pack
 from isomodels.megatron.stages import (
     LayerOutputs,

@@ -21,7 +21,7 @@ from isomodels.contract.stored import require_stored
 from isomodels.errors import HostError
 from isomodels.megatron import check_megatron, resume
 from isomodels.megatron.build import build_models, build_optimizer, wrap_models
-from isomodels.megatron.layout import Degrees
+from isomodels.megatron.degrees import Degrees
 from isomodels.megatron.process import exchanging, start_process, stop_process
 from isomodels.megatron.scoring import Scoring
 from isomodels.megatron.stages import gather_model

@@ -8,7 +8,7 @@ from isomodels.contract import Contract
 from isomodels.contract.served import COUNT_OPERATIONS
 from isomodels.layers.hybrid_config import HybridConfig
 from isomodels.layers.mla_config import LatentMoEConfig
-from isomodels.megatron.layout import Degrees
+from isomodels.megatron.degrees import Degrees
 from isomodels.parity.checkpoints import draw_weights
 from isomodels.parity.operations import answer
 from isomodels.parity.workload import BLOCK_SIZE, Workload, page_of

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from isomodels.config import DTYPES, read_config
-from isomodels.megatron.layout import Degrees
+from isomodels.megatron.degrees import Degrees
 from isomodels.megatron.packing import Pack
 from isomodels.megatron.process import start_process, stop_process
 from isomodels.megatron.scoring import Scoring

@@ -17,7 +17,7 @@ from isomodels.checkpoint import open_checkpoint
 from isomodels.config import read_config
 from isomodels.contract import contract_of
 from isomodels.errors import UnsupportedError
-from isomodels.megatron.layout import Degrees
+from isomodels.megatron.degrees import Degrees
 from isomodels.parity.cases import (
     MIN_COMPARED,
     Comparison,

@@ -14,7 +14,7 @@ from isomodels.config import DTYPES
 from isomodels.contract import contract_of
 from isomodels.contract.served import ServedOperations
 from isomodels.layers.routes import record_routes
-from isomodels.megatron.layout import Degrees
+from isomodels.megatron.degrees import Degrees
 from isomodels.megatron.trainer import Trainer
 from isomodels.parity.operations import answer
 

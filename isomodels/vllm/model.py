@@ -15,7 +15,7 @@ from isomodels.contract.operations import operators_of
 from isomodels.contract.served import COUNT_OPERATIONS, ServedOperations
 from isomodels.contract.stored import require_stored
 from isomodels.errors import CheckpointError
-from isomodels.layers.parallel import Layout, named_tensors
+from isomodels.layers.parallel import named_tensors
 from isomodels.registry import load_object
 from isomodels.validate import require_validated
 from isomodels.vllm.attention import StepMetadata
@@ -64,9 +64,8 @@ class IsoModelsForCausalLM(nn.Module):
             trains=False,
         )
         self.layout = layout_of(vllm_config)
-        held = {} if self.layout == Layout() else {"layout": self.layout}
         self.core = load_object(self.spec.model)(
-            self.config, dtype=model_config.dtype, device=device, **held
+            self.config, dtype=model_config.dtype, device=device, layout=self.layout
         ).requires_grad_(False)
         self.layers = self.cache_layers(f"{prefix}.layers".removeprefix("."), model_config.dtype)
         self.routes: RouteBuffer | None = None

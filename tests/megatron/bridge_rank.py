@@ -12,7 +12,7 @@ from megatron.core.utils import unwrap_model
 
 from isomodels.errors import UnsupportedError
 from isomodels.megatron.bridge import iso_bridge
-from isomodels.megatron.layout import Degrees
+from isomodels.megatron.degrees import Degrees
 from isomodels.megatron.process import start_process, stop_process
 from isomodels.megatron.scoring import Scoring
 

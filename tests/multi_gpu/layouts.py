@@ -19,7 +19,7 @@ import torch
 from isomodels.config import load_config_dict, read_config
 from isomodels.contract.operations import operators_of
 from isomodels.layers.parallel import expert_degrees, tensor_degrees
-from isomodels.megatron.layout import Degrees
+from isomodels.megatron.degrees import Degrees
 from isomodels.parity.cases import sequence
 from isomodels.parity.checkpoints import random_checkpoint, tiny_config
 from isomodels.parity.ranks import Ranks

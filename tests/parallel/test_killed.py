@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 from isomodels.errors import LostRankError
-from isomodels.megatron.layout import Degrees
+from isomodels.megatron.degrees import Degrees
 from isomodels.megatron.process import exchanging, start_process, stop_process
 from isomodels.parity.ranks import Ranks
 from isomodels.parity.remote import ProcessError

@@ -6,7 +6,7 @@ pytest.importorskip("vllm", reason="vllm is not installed")
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 from isomodels.errors import UnsupportedError
-from isomodels.megatron.layout import Degrees
+from isomodels.megatron.degrees import Degrees
 from isomodels.parity.run import check_engine_layout, run_parity
 from isomodels.parity.workload import WORKLOADS
 

@@ -10,7 +10,7 @@ from megatron.core import dist_checkpointing
 from safetensors.torch import load_file
 from torch import Tensor
 
-from isomodels.megatron.layout import Degrees
+from isomodels.megatron.degrees import Degrees
 from isomodels.megatron.process import start_process, stop_process
 from tests.megatron.bits import assert_same_bits
 

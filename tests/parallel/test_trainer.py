@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 from isomodels.errors import UnsupportedError
-from isomodels.megatron.layout import Degrees
+from isomodels.megatron.degrees import Degrees
 from isomodels.parity.ranks import Ranks
 from tests.megatron.bits import assert_all_same_bits
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from isomodels.config import DTYPES
 from isomodels.errors import CheckpointError, IsoError
-from isomodels.megatron.layout import Degrees
+from isomodels.megatron.degrees import Degrees
 from isomodels.megatron.sharding import own_pieces
 from isomodels.megatron.trainer import Trainer
 from tests.megatron.bits import assert_same_bits

@@ -16,7 +16,7 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 from isomodels.checkpoint import load_checkpoint
 from isomodels.errors import IsoError
 from isomodels.layers.parallel import named_tensors
-from isomodels.megatron.layout import Degrees
+from isomodels.megatron.degrees import Degrees
 from isomodels.parity.checkpoints import random_checkpoint, tiny_config
 from isomodels.parity.ranks import Ranks
 from isomodels.parity.remote import ProcessError

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from isomodels.config import DTYPES
-from isomodels.megatron.layout import Degrees
+from isomodels.megatron.degrees import Degrees
 from isomodels.megatron.sharding import own_pieces
 from isomodels.megatron.trainer import Trainer
 from isomodels.sync import SharedMemory, WeightSender

@@ -3,7 +3,7 @@
 import torch
 from megatron.core import dist_checkpointing
 
-from isomodels.megatron.layout import Degrees
+from isomodels.megatron.degrees import Degrees
 from isomodels.megatron.trainer import Trainer
 
 

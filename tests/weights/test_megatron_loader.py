@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from isomodels.checkpoint import load_checkpoint
 from isomodels.conversion import convert_checkpoint
 from isomodels.megatron import Trainer, model_provider, transformer_config
-from isomodels.megatron.layout import Degrees
+from isomodels.megatron.degrees import Degrees
 from isomodels.megatron.process import start_process, stop_process
 from isomodels.parity.ranks import Ranks
 from isomodels.stored_weights import open_weights
