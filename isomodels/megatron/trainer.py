@@ -123,11 +123,6 @@ class Trainer(Scoring):
             self.close()
             raise
 
-    def set_lr(self, lr: float) -> None:
-        """Sets the learning rate of the next steps."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-
     # Training
 
     @exchanging("a training step")

@@ -139,7 +139,7 @@ def compare(left: Recording, right: Recording) -> Comparison:
     pairs = list(_pairs(left, right, torch.tensor(partners)))
     if not pairs:
         raise TraceError("the recordings have no operation in common: are they of one model?")
-    places = _first_places(left, pairs)
+    places = _first_places(pairs)
     only, own = _unmatched(left, right)
     names = left.weights.keys() & right.weights.keys()
     by_order = sorted(places, key=lambda t: (int(left.position[t]), int(left.sequence[t])))
@@ -219,7 +219,7 @@ def _shared(left: Form, right: Form) -> Iterator[tuple[Operation, Operation, int
                 yield ours, theirs, index
 
 
-def _first_places(left: Recording, pairs: list[_Pair]) -> dict[int, tuple[_Pair, int, int]]:
+def _first_places(pairs: list[_Pair]) -> dict[int, tuple[_Pair, int, int]]:
     """Of each token of the left that differs: pair, row and column of its first difference."""
     order = {name: i for i, name in enumerate(_SECTIONS)}
     found: dict[int, tuple[_Pair, int, int]] = {}
