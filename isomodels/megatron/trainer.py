@@ -125,6 +125,11 @@ class Trainer(Scoring):
 
     # Training
 
+    def set_lr(self, lr: float) -> None:
+        """Sets the learning rate of the next steps."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+
     @exchanging("a training step")
     def step(self, sequences: Sequence[Sequence[int]], *, num_microbatches: int = 1) -> StepResult:
         """One optimizer step on the mean negative logprob over all tokens.
