@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 contract = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
-    help="What decides the bits of a model here, and what differs between two sides.",
+    help="Show what decides the bits of a model; compare two sides.",
 )
 _SOURCE = (
     "Hugging Face folder, or a contract in JSON as `show --json` prints it and checkpoints hold."
@@ -37,7 +37,9 @@ def show(
     dtype: OfDtype = None,
     json: Annotated[bool, typer.Option("--json", help="Print the whole contract.")] = False,
 ) -> None:
-    """Print a model's contract: three digests, and every operation with its schedule.
+    """Print a model's contract.
+
+    Three digests, and every operation with its schedule.
 
     Equal `semantic` digests: the same logical model. Equal `numerical_policy` digests: the same
     bits. `deployment` is what moves no bit.
@@ -81,7 +83,9 @@ def diff(
     dtype: OfDtype = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Name what differs between two contracts, and which digest it moves.
+    """Name what differs between two contracts.
+
+    And which digest it moves.
 
     Exit code: 0 the same model and the same bits; 1 not; 2 bad input.
 

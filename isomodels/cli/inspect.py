@@ -30,10 +30,10 @@ def inspect(
         bool, typer.Option("--json", help="Print JSON, also of what is not sound.")
     ] = False,
 ) -> None:
-    """Say what a checkpoint holds: architecture, layout, dtypes, parameters, memory.
+    """Say what a checkpoint of any form holds, lacks and needs.
 
-    Reads headers only. Of one that does not fit its config, says all that is missing and all that
-    is unknown.
+    Architecture, layout, dtypes, parameters, memory. Reads headers only. Of one that does not fit
+    its config, says all that is missing and all that is unknown.
 
     Exit code: 0 sound; 2 not.
 

@@ -112,8 +112,10 @@ def parity(
     seed: Annotated[int, typer.Option(min=0, help="Of prompts, sampling and random weights.")] = 0,
     json_file: JsonFile = None,
 ) -> None:
-    """Run the real vLLM engine and the real Megatron trainer on one checkpoint and compare every
-    logprob by bit pattern, before and after a weight update.
+    """Compare every logprob of engine and trainer by bit pattern.
+
+    Runs the real vLLM engine and the real Megatron trainer on one checkpoint, before and after a
+    weight update.
 
     Exit code: 0 every case was entered and nothing differs; 1 a difference, or a case that was not
     entered; 2 bad input; 3 vLLM, Megatron or this command failed.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 trace = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
-    help="Digests of every operation for chosen tokens, and the first that differs.",
+    help="Find the first operation whose output differs.",
 )
 _SHOWN = 5
 
@@ -61,7 +61,9 @@ def record(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print what was recorded as JSON.")] = False,
 ) -> None:
-    """Run sequences on one side and write the digest of every operation's output at every token.
+    """Run sequences on one side and write digests.
+
+    Of every operation's output at every chosen token.
 
     A live side is recorded without this command: an engine by collective_rpc
     isomodels_trace_start and isomodels_trace_stop, a trainer by isomodels.trace.record.
@@ -113,7 +115,9 @@ def diff(
     right: Annotated[Path, typer.Argument(help="The other side's.")],
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Print the first operation that differs, with the digests of its inputs.
+    """Print the first operation that differs.
+
+    With the digests of its inputs.
 
     Tokens are compared where both sides recorded the same history, whatever the sequences are
     called. First is the earliest token with any difference, and there the earliest operation: all
