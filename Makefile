@@ -18,7 +18,7 @@ demo-rl: $(STAMP)
 	.venv/bin/python examples/grpo/plot.py build/demo-rl.png isomodels=build/demo-rl stock=build/demo-rl-stock
 
 test: lint
-	.venv/bin/python -m pytest -q -n 2 --dist loadfile $(PYTEST)
+	.venv/bin/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST)
 
 lint: $(STAMP)
 	.venv/bin/ruff check .

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from isomodels.checkpoint import open_checkpoint
 from isomodels.config import read_config
 from isomodels.contract import contract_of
 from isomodels.errors import UnsupportedError
@@ -184,8 +183,7 @@ def run_parity(
     report.trainer_layout, report.engine_layout = str(trainer_layout), str(engine_layout)
     report.stock_needs = what_stock_lacks(spec, config, device) if stock else None
     stock = stock and report.stock_needs is None
-    # refused here, and not after two hosts have started
-    open_checkpoint(checkpoint)
+    # a tokenizer is refused here, and not after two hosts have started
     source = PromptSource(checkpoint, config.vocab_size, seed)
     with ExitStack() as stack:
         say("starting vLLM and Megatron")

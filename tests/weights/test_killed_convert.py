@@ -91,7 +91,7 @@ def test_killed_at_20_random_moments(source: Path, tmp_path: Path, target: str) 
         convert_checkpoint(source, out, to=target)
         assert_whole(out, source)
         assert {entry.name for entry in tmp_path.iterdir()} == {"old", "before", "out"}
-    assert left > 3
+    assert left  # else nothing was seen of what a killed one leaves
 
 
 def kill_at(event: int) -> None:
