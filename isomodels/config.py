@@ -118,6 +118,11 @@ class DenseConfig(BaseModel):
         return self.head_dim
 
     @property
+    def page_shape(self) -> tuple[int, int]:
+        """(heads, numbers of each) that a token leaves in an engine's pages of a layer: K and V."""
+        return self.num_key_value_heads, 2 * self.head_dim
+
+    @property
     def routing(self) -> Routing | None:
         """How tokens go to experts; None where there are none."""
         return None

@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from isomodels.batch import Batch, PagedKV, PagedStates
 from isomodels.layers.gated_delta import state_layout
 from isomodels.layers.hybrid_config import HybridConfig
-from isomodels.layers.mla_config import LatentMoEConfig
 from isomodels.registry import ArchSpec, load_object
 
 # Where the past lies is all that cases differ in before the hosts; "Words" of docs/design.md.
@@ -118,10 +117,7 @@ def _batch(core: Any, device_type: str, *, paged: bool) -> Batch:
 
 
 def _pages(config: Any, dtype: torch.dtype) -> torch.Tensor:
-    if isinstance(config, LatentMoEConfig):
-        heads, width = 1, config.latent_width
-    else:
-        heads, width = config.num_key_value_heads, 2 * config.head_dim
+    heads, width = config.page_shape
     return torch.empty(1, heads, _BLOCK_SIZE, width, dtype=dtype, device="meta")
 
 

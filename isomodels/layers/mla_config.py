@@ -124,6 +124,11 @@ class LatentMoEConfig(MoEConfig):
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     @property
+    def page_shape(self) -> tuple[int, int]:
+        """See `DenseConfig`: one row for all heads, latent and rotated key."""
+        return 1, self.latent_width
+
+    @property
     def common_head_dim(self) -> None:
         """See `DenseConfig`: scores are those of latents, whatever a head's size is."""
         return None

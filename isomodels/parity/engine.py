@@ -1,5 +1,6 @@
 """The engine's side of parity, run in a process of its own."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,7 +8,6 @@ from isomodels.config import read_config
 from isomodels.contract import Contract
 from isomodels.contract.served import COUNT_OPERATIONS
 from isomodels.layers.hybrid_config import HybridConfig
-from isomodels.layers.mla_config import LatentMoEConfig
 from isomodels.megatron.degrees import Degrees
 from isomodels.parity.checkpoints import draw_weights
 from isomodels.parity.operations import answer
@@ -90,17 +90,11 @@ def device_limits(checkpoint: str, device: str, num_blocks: int) -> dict[str, An
     if isinstance(config, HybridConfig):
         # A page is one of keys or one state: a layer of each group shares its memory.
         page = page_of(config, device)[1] * len(config.layers_of("full_attention"))
-    elif isinstance(config, LatentMoEConfig):
-        page = _page(config, config.latent_width)
     else:
-        page = _page(config, 2 * config.num_key_value_heads * config.head_dim)
+        row = math.prod(config.page_shape) * config.torch_dtype.itemsize
+        page = BLOCK_SIZE * config.num_hidden_layers * row
     return {
         "enforce_eager": False,
         "gpu_memory_utilization": 0.02,  # only asked to be free at the start
         "kv_cache_memory_bytes": num_blocks * page,
     }
-
-
-def _page(config: Any, numbers: int) -> int:
-    """Bytes of a page of all layers, of so many numbers a token and layer."""
-    return BLOCK_SIZE * config.num_hidden_layers * numbers * config.torch_dtype.itemsize
