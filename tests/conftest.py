@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-# Before torch is imported. That no bit depends on it: tests/kernel/test_surroundings.py.
+# Before torch is imported. That no bit depends on it: test_surroundings.py, test_invariance.py.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Minutes each: begun first, no worker is left alone with one at the end (`--dist loadfile`).
