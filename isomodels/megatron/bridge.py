@@ -32,17 +32,11 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from isomodels.checkpoint import load_into, open_checkpoint, save_checkpoint
 from isomodels.config import read_config
-from isomodels.contract import Contract, contract_for
 from isomodels.contract.stored import require_stored
 from isomodels.errors import ConfigError, HostError, UnsupportedError
-from isomodels.megatron import check_megatron
+from isomodels.megatron.checks import architecture_fields, check_transformer_config
 from isomodels.megatron.model import IsoLanguageModel
-from isomodels.megatron.provider import (
-    architecture_fields,
-    build_core,
-    check_transformer_config,
-    rank_layout,
-)
+from isomodels.megatron.provider import build_core, rank_layout, trainer_contract
 from isomodels.megatron.stages import gather_model
 from isomodels.registry import ArchSpec, architectures
 from isomodels.weights_conv.rules import Resolved, Tied
@@ -222,19 +216,6 @@ def _folder(hf_pretrained: Any) -> Path:
     return Path(name)
 
 
-def _contract(folder: Path, model: IsoLanguageModel) -> Contract:
-    """What decides the bits of a trainer that holds this model."""
-    spec, hf_config = read_config(folder)
-    config, device = model.config, next(model.core.parameters()).device
-    host = {
-        "name": "megatron-core",
-        "version": check_megatron(),
-        "tensor_parallel": config.tensor_model_parallel_size,
-        "expert_parallel": config.expert_model_parallel_size,
-    }
-    return contract_for(spec, hf_config, device, dtype=config.params_dtype, host=host)
-
-
 def _register(spec: ArchSpec) -> None:
     register = MegatronModelBridge.register_bridge(
         source=PREFIX + spec.architecture,
@@ -270,9 +251,8 @@ class IsoAutoBridge(AutoBridge[IsoLanguageModel]):
         models = unwrap_model(model if isinstance(model, list) else [model])
         whole, folder = gather_model(models), _folder(self.hf_pretrained)
         if whole is not None:
-            save_checkpoint(
-                whole, path, like=folder, contract=_contract(folder, models[0]).to_json()
-            )
+            contract = trainer_contract(folder, models[0]).to_json()
+            save_checkpoint(whole, path, like=folder, contract=contract)
         dist.barrier()
 
     def export_hf_weights(self, model: Any, *args: Any, **kwargs: Any) -> Any:

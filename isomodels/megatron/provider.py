@@ -11,10 +11,12 @@ from torch import nn
 
 from isomodels.checkpoint import load_into, open_checkpoint
 from isomodels.config import read_config
+from isomodels.contract import Contract, contract_for
 from isomodels.contract.operations import operators_of
 from isomodels.contract.stored import require_stored
 from isomodels.errors import ConfigError, UnsupportedError
 from isomodels.layers.parallel import ALONE, Layout
+from isomodels.megatron import check_megatron
 from isomodels.megatron.checks import architecture_fields, check_transformer_config
 from isomodels.megatron.layout import layout_of
 from isomodels.megatron.model import IsoLanguageModel
@@ -167,3 +169,21 @@ def model_provider(
         return IsoLanguageModel(config, core, pg_collection, vp_stage=vp_stage)
 
     return provider
+
+
+def trainer_contract(checkpoint: str | Path, model: IsoLanguageModel) -> Contract:
+    """What decides the bits of a trainer.
+
+    Args:
+        checkpoint: the folder whose model it trains.
+        model: a part of it, without Megatron's wrappers.
+    """
+    spec, hf_config = read_config(checkpoint)
+    config, device = model.config, next(model.core.parameters()).device
+    host = {
+        "name": "megatron-core",
+        "version": check_megatron(),
+        "tensor_parallel": config.tensor_model_parallel_size,
+        "expert_parallel": config.expert_model_parallel_size,
+    }
+    return contract_for(spec, hf_config, device, dtype=config.params_dtype, host=host)

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from isomodels.checkpoint import save_checkpoint
 from isomodels.config import read_config
-from isomodels.contract import Contract, contract_for
+from isomodels.contract import Contract
 from isomodels.contract.stored import require_stored
 from isomodels.errors import HostError
-from isomodels.megatron import check_megatron, resume
+from isomodels.megatron import resume
 from isomodels.megatron.build import build_models, build_optimizer, wrap_models
 from isomodels.megatron.degrees import Degrees
 from isomodels.megatron.process import exchanging, start_process, stop_process
@@ -167,26 +167,24 @@ class Trainer(Scoring):
 
     def contract(self) -> Contract:
         """What decides the bits of this trainer."""
-        spec, config = read_config(self.checkpoint)
-        host = {
-            "name": "megatron-core",
-            "version": check_megatron(),
-            "tensor_parallel": self.layout.tp,
-            "expert_parallel": self.layout.ep,
-        }
-        device, dtype = next(self.core.parameters()).device, self.config.params_dtype
-        return contract_for(spec, config, device, dtype=dtype, host=host)
+        from isomodels.megatron.provider import trainer_contract
+
+        return trainer_contract(self.checkpoint, self.model)
 
     def weights(self) -> dict[str, Tensor] | None:
         """The whole model's tensors by their names in the module; None but on the first rank.
 
         All ranks call it. Where one rank holds the model, these are its own tensors, not copies.
         """
+        whole = self._gathered()
+        return None if whole is None else dict(whole.state_dict())
+
+    def _gathered(self) -> Any:
+        """See `gather_model`; parameters that are still on their way are waited for."""
         if self.ddp.ddp_config.overlap_param_gather:
             for one in self.wrapped:
                 one.start_param_sync(force_sync=True)
-        whole = gather_model(self.models)
-        return None if whole is None else dict(whole.state_dict())
+        return gather_model(self.models)
 
     @exchanging("a save")
     def save_hf(self, path: str | Path) -> None:
@@ -195,10 +193,7 @@ class Trainer(Scoring):
         Raises:
             CheckpointError: if the folder cannot be written; see `isomodels.checkpoint`.
         """
-        if self.ddp.ddp_config.overlap_param_gather:
-            for one in self.wrapped:
-                one.start_param_sync(force_sync=True)
-        whole = gather_model(self.models)
+        whole = self._gathered()
         if whole is not None:
             contract = self.contract().to_json()
             save_checkpoint(whole, path, like=self.checkpoint, contract=contract)
