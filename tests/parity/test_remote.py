@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from isomodels.errors import CheckpointError
-from isomodels.parity.remote import ProcessError, Remote
+from isomodels.parity.remote import ProcessError, Remote, threads
 
 
 class Target:
@@ -20,6 +20,11 @@ class Target:
     def add(self, number: int) -> int:
         self.value += number
         return self.value
+
+    def threads(self) -> int:
+        import torch
+
+        return torch.get_num_threads()
 
     def refuse(self) -> None:
         try:
@@ -50,6 +55,19 @@ def test_calls_keep_their_order_and_values() -> None:
         assert [remote.result() for _ in range(3)] == [None, 5, 10]
         assert remote.call("add", 1) == 11
     assert not remote.log.exists()
+
+
+def test_a_process_beside_others_has_one_thread_unless_it_is_given_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert threads("cpu") == {"OMP_NUM_THREADS": "3"}
+    assert threads("cuda") == {}
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert threads("cpu") == {"OMP_NUM_THREADS": "1"}
+    with Remote("target", TARGET, environment=threads("cpu")) as remote:
+        remote.result()
+        assert remote.call("threads") == 1
 
 
 def test_our_errors_arrive_as_they_are() -> None:
