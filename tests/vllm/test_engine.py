@@ -142,7 +142,7 @@ def test_row_30_sampling_options_leave_the_raw_logprob(pair):
         SamplingParams(temperature=0.6, top_p=0.5),
         SamplingParams(temperature=1.5, top_k=3),
         SamplingParams(min_p=0.2),
-        SamplingParams(temperature=0.7, repetition_penalty=1.3, presence_penalty=0.5),
+        SamplingParams(temperature=0.7, frequency_penalty=0.3, presence_penalty=0.5),
         SamplingParams(temperature=0.0, logit_bias={7: 50.0}),
         SamplingParams(allowed_token_ids=[1, 2, 3]),
     ]
