@@ -13,9 +13,9 @@ from isomodels.errors import ConfigError, UnsupportedError
 from isomodels.layers.load_balancing import load_balancing_loss
 from isomodels.layers.routes import record_routes, replay_routes, routers
 from isomodels.megatron import Trainer, model_provider, transformer_config
+from isomodels.megatron.checks import check_transformer_config
 from isomodels.megatron.packing import pack
 from isomodels.megatron.process import start_process, stop_process
-from isomodels.megatron.provider import check_transformer_config
 from tests.checkpoints import make_qwen3_moe
 from tests.megatron.bits import assert_all_same_bits, assert_same_bits
 from tests.megatron.test_training import BATCH, assert_same, core_grads, main_grads, weights

@@ -17,7 +17,8 @@ import isomodels.megatron
 from isomodels.config import read_config
 from isomodels.errors import CheckpointError, ConfigError, HostError, UnsupportedError
 from isomodels.megatron import Trainer, model_provider
-from isomodels.megatron.provider import check_transformer_config, transformer_config
+from isomodels.megatron.checks import check_transformer_config
+from isomodels.megatron.provider import transformer_config
 from tests.megatron.conftest import DTYPES
 
 

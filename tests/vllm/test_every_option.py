@@ -147,6 +147,7 @@ def test_odd_options_and_requests_of_every_kind(tmp_path, monkeypatch):
     common = {"logprobs": 0, "max_tokens": 7, "ignore_eos": True, "detokenize": False}
     known = {name: value for name, value in {**SAMPLED, **ASKED}.items() if name in PARAMETERS}
     asked = [{}, *({name: value} for name, value in known.items())]
+    asked.append({"logprob_token_ids": [3, 5, 7], "logprobs": 3})
     odd = {name: value for name, value in ODD.items() if name in OPTIONS}
     with Engine(path, dtype="float32", **odd) as engine:
         outputs = engine.llm.generate(
