@@ -11,9 +11,10 @@ from torch import Tensor
 
 from isomodels.sync.digest import Array
 
-# All tuning. What the running programs have copied must still lie in the L2 when they read it.
+# All tuning. A program takes passes * BLOCK words: few where it copies, so that what the running
+# programs have written still lies in the L2 when they read it.
 TENSORS = 1024  # of one launch
-PASSES, BLOCK, WARPS = 4, 2048, 4  # a program takes PASSES * BLOCK words
+DIGEST_PASSES, COPY_PASSES, BLOCK, WARPS = 4, 1, 2048, 4
 
 
 def launch(
@@ -30,6 +31,7 @@ def launch(
     Returns:
         [len(targets)] int64, modulo 2^64.
     """
+    passes = COPY_PASSES if copy else DIGEST_PASSES
     held = torch.empty(4, TENSORS, dtype=torch.int64, device=device)
     sums = torch.zeros(len(targets), dtype=torch.int64, device=device)
     with torch.cuda.device_of(held):
@@ -42,7 +44,7 @@ def launch(
             table[1, :count] = (targets[some] - held.data_ptr()) // 4
             table[2, :count] = words[some]
             # The programs up to and with a tensor's last: a program finds its tensor by it.
-            table[3] = np.cumsum(-(-table[2] // (PASSES * BLOCK)))
+            table[3] = np.cumsum(-(-table[2] // (passes * BLOCK)))
             held.copy_(torch.from_numpy(table))
             _digest[(int(table[3, -1]),)](
                 held,
@@ -50,7 +52,7 @@ def launch(
                 sums[some],
                 COPY=copy,
                 TENSORS=TENSORS,
-                PASSES=PASSES,
+                PASSES=passes,
                 BLOCK=BLOCK,
                 num_warps=WARPS,
             )
@@ -83,7 +85,9 @@ def _digest(
     if COPY:
         for i in tl.static_range(PASSES):
             mine = offsets + i * BLOCK < left
-            words = tl.load(source + (offsets + i * BLOCK), mask=mine)
+            words = tl.load(
+                source + (offsets + i * BLOCK), mask=mine, eviction_policy="evict_first"
+            )
             tl.store(target + (offsets + i * BLOCK), words, mask=mine)
     weighted = tl.zeros([BLOCK], tl.int64)
     plain = tl.zeros([BLOCK], tl.int64)
