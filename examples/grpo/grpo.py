@@ -20,6 +20,7 @@ the trainer has the weights that the answer names: what its ratio is off by is s
 """
 
 import argparse
+import gc
 import hashlib
 import json
 import os
@@ -310,6 +311,10 @@ def loop(args: argparse.Namespace, first: int, rollouts: Rollouts, policy: Any) 
     waiting: deque[list[Sample]] = deque()
     log = args.out / "log.jsonl"
     cut_log(log, first)
+    # A full collection walks every object of torch, vLLM and Megatron, for half a second, and a
+    # large rollout makes enough new ones for it: what exists by now is left to no collection.
+    gc.collect()
+    gc.freeze()
     for step in track(range(first, args.steps), "steps"):
         source = random.Random(f"{args.seed} {step}")
         drawn = [make_prompt(source) for _ in range(args.prompts)]

@@ -4,7 +4,7 @@ Megatron decides by whole parameters: one that is cut counts on each rank of ten
 another on the first alone. But of a fused weight some rows may lie on several ranks: key heads that
 ranks share, latents that all need, beside rows that are cut.
 
-Checked on megatron-core 0.16.1.
+Checked on megatron-core 0.16.1, 0.17.1, 0.18.2 and 0.19.2.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,9 +13,12 @@ from typing import Any
 
 from torch import Tensor
 
+from isomodels.errors import HostError
 from isomodels.layers.parallel import Shard, shards
 
 Ranges = list[tuple[int, int]]  # of a parameter's elements, flat
+# The optimizer's method that picks the gradients of the norm: from 0.19 on, and before.
+_METHODS = ("get_grads_for_grad_norm", "get_main_grads_for_grad_norm")
 
 
 def count_rows_once(optimizer: Any, models: Sequence[Any]) -> None:
@@ -24,6 +27,9 @@ def count_rows_once(optimizer: Any, models: Sequence[Any]) -> None:
     Args:
         optimizer: what `get_megatron_optimizer` returned (chained ones included).
         models: the `IsoLanguageModel`s of this rank, without their wrappers.
+
+    Raises:
+        HostError: for an optimizer of a version that was not checked.
     """
     repeated: dict[Tensor, Ranges] = {}
     for model in models:
@@ -48,23 +54,29 @@ def _repeated(shard: Shard, parameter: Tensor) -> Ranges:
 
 
 def _count_once(optimizer: Any, repeated: dict[Tensor, Ranges]) -> None:
-    counted = optimizer.get_main_grads_for_grad_norm
+    method = next((name for name in _METHODS if hasattr(optimizer, name)), None)
+    if method is None:
+        raise HostError(
+            f"this megatron-core's {type(optimizer).__name__} has none of {', '.join(_METHODS)}, "
+            "where isomodels counts rows that ranks share: install a version that was checked"
+        )
+    counted = getattr(optimizer, method)
 
-    def counted_once() -> list[Tensor]:
+    def counted_once(*group: Any) -> list[Tensor]:
         left_out = {
             id(main.grad): (first, repeated[parameter])
             for parameter, main, first in _parameters(optimizer)
             if parameter in repeated and main is not None and main.grad is not None
         }
         found: list[Tensor] = []
-        for grad in counted():
+        for grad in counted(*group):
             if id(grad) in left_out:
                 found += _others(grad.view(-1), *left_out[id(grad)])
             else:
                 found.append(grad)
         return found
 
-    optimizer.get_main_grads_for_grad_norm = counted_once
+    setattr(optimizer, method, counted_once)
 
 
 def _parameters(optimizer: Any) -> Iterator[tuple[Tensor, Tensor | None, int]]:

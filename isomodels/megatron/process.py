@@ -10,6 +10,7 @@ from itertools import count
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as distributed_c10d
 from megatron.core import parallel_state
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
@@ -100,10 +101,19 @@ def _rendezvous() -> tuple[Store, int, int]:
     return next(rendezvous("env://"))
 
 
-def stop_process() -> None:
-    """Undoes `start_process`."""
+def stop_process(*, failed: bool = False) -> None:
+    """Undoes `start_process`.
+
+    Args:
+        failed: this rank leaves in the middle of its work. The others may be waiting for it in an
+            exchange, and NCCL, unless it is told to abort, would wait for them in turn: what went
+            wrong would never be heard.
+    """
     parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
+    if failed and dist.get_backend() == "nccl":
+        distributed_c10d._abort_process_group()
+    else:
+        dist.destroy_process_group()
     if not torch.cuda.is_available():
         from isomodels.megatron import cpu_redirect
 

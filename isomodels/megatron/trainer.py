@@ -120,7 +120,7 @@ class Trainer(Scoring):
                 self.config, self.wrapped, lr=lr, weight_decay=weight_decay, clip_grad=clip_grad
             )
         except BaseException:
-            self.close()
+            self._close(failed=True)
             raise
 
     # Training
@@ -224,9 +224,12 @@ class Trainer(Scoring):
 
     def close(self) -> None:
         """Gives back the process groups of Megatron and torch."""
+        self._close(failed=False)
+
+    def _close(self, *, failed: bool) -> None:
         if self._open:
             self._open = False
-            stop_process()
+            stop_process(failed=failed)
             # Hooks of Megatron's wrapper hang on autograd nodes, where the collector cannot see
             # them: the wrapper would keep its process groups, and their threads, for good.
             held = [*vars(self).get("wrapped", ()), vars(self).get("optimizer")]
@@ -243,4 +246,4 @@ class Trainer(Scoring):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close()
+        self._close(failed=kind is not None)

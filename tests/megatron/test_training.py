@@ -1,5 +1,7 @@
 """Gradients and optimizer steps through Megatron's wrappers."""
 
+import contextlib
+
 import pytest
 import torch
 
@@ -165,3 +167,25 @@ def test_one_trainer_a_process(checkpoint):
     path = checkpoint("qwen3", "fp32")
     with Trainer(path, dtype=torch.float32), pytest.raises(HostError, match="close the other"):
         Trainer(path, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_rank_that_fails_waits_for_no_other(checkpoint, monkeypatch, fails):
+    """With NCCL a group that is destroyed waits for ranks that wait for this one."""
+    import torch.distributed as dist
+    import torch.distributed.distributed_c10d as distributed_c10d
+
+    aborted = []
+
+    def abort() -> None:
+        aborted.append(dist.get_world_size())
+        dist.destroy_process_group()
+
+    monkeypatch.setattr(distributed_c10d, "_abort_process_group", abort)
+    trainer = Trainer(checkpoint("qwen3", "fp32"), dtype=torch.float32)
+    monkeypatch.setattr(dist, "get_backend", lambda *_: "nccl")
+    with contextlib.suppress(ZeroDivisionError), trainer:
+        if fails:
+            raise ZeroDivisionError
+    assert aborted == [1] * fails
+    assert not dist.is_initialized()

@@ -20,11 +20,11 @@ class LayoutRank:
         trainer = ParityTrainer(
             checkpoint, dtype, seed=0, lr=1e-3, max_tokens=_MICROBATCH, layout=layout
         )
-        try:
-            return trainer.cases(sequences)
-        finally:
-            trainer.close()
-            del trainer
-            gc.collect()  # what cycles hold would be missing to the next layout
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+        # After a failure nothing is given back, which could wait for another rank: this one ends.
+        found = trainer.cases(sequences)
+        trainer.close()
+        del trainer
+        gc.collect()  # what cycles hold would be missing to the next layout
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        return found
