@@ -113,7 +113,9 @@ def test_a_trainer_whose_memory_moves_between_syncs(driver, monkeypatch):
     for own, sources, blocks in (again, again):
         with CudaIpcReceiver().read(sources, blocks, DEVICE) as lent:
             for number, one in enumerate(own):
-                assert torch.equal(lent[number], one.tensor.as_subclass(torch.Tensor))
+                came, sent = lent[number], one.tensor.as_subclass(torch.Tensor)
+                assert came.shape == sent.shape
+                assert torch.equal(*(x.reshape(-1).view(torch.uint8) for x in (came, sent)))
                 assert lent.spans(np.array([number])).address == lent[number].data_ptr()
         assert driver.open == []
 
