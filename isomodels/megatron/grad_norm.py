@@ -4,7 +4,7 @@ Megatron decides by whole parameters: one that is cut counts on each rank of ten
 another on the first alone. But of a fused weight some rows may lie on several ranks: key heads that
 ranks share, latents that all need, beside rows that are cut.
 
-Checked on megatron-core 0.16.1 and 0.19.2; 0.17.1 and 0.18.2 have the method of 0.16.1.
+Checked on megatron-core 0.16.1, 0.17.1, 0.18.2 and 0.19.2.
 """
 
 from collections.abc import Iterator, Sequence
